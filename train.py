@@ -1,0 +1,362 @@
+"""
+Train a model of model.py on the tokens of prepare_data.py:
+
+    python train.py                    a Transformer on the default corpus, about ten minutes on two CPU cores
+    python train.py --value_residual   the same as a ResFormer
+    python train.py --shared_value     the same as an SVFormer
+    python train.py --resume           go on with a run that was stopped
+    python train.py --help             all settings
+
+A run folder holds log.csv, the losses, and ckpt.pt, which alone is enough to sample or to resume.
+"""
+
+import argparse
+import csv
+import dataclasses
+import math
+import signal
+import sys
+import time
+import typing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from model import GPT, GPTConfig, setting
+from prepare_data import Parser, load_dataset, replacing, run
+
+LOG_COLUMNS = ["iter", "tokens", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm", "tokens_per_s", "seconds"]
+
+
+@dataclass
+class Settings:
+    """How to train. Each field is a flag, as is each field of GPTConfig but vocab_size, which the data decides."""
+
+    out_dir: str | None = setting(None, "run folder (default: out/ and the model's name)")
+    resume: bool = setting(False, "go on with the run in out_dir, with its settings")
+    overwrite: bool = setting(False, "replace the run in out_dir")
+    dataset: str = setting("python", "folder of tokens below data/, made by prepare_data.py")
+    size: str | None = setting(None, "a size of the paper, 2M, 82M, 180M or 468M: sets the model's shape and context")
+    batch_size: int = setting(16, "sequences per forward pass")
+    gradient_accumulation_steps: int = setting(1, "forward passes per optimizer step")
+    learning_rate: float = setting(2e-3, "peak learning rate")
+    min_lr: float | None = setting(None, "learning rate at the end (default: a tenth of the peak)")
+    warmup_iters: int = setting(60, "steps of linear warmup")
+    max_iters: int = setting(600, "optimizer steps")
+    weight_decay: float = setting(0.1, "AdamW's, on matrices only")
+    beta1: float = setting(0.9, "AdamW's")
+    beta2: float = setting(0.95, "AdamW's")
+    grad_clip: float = setting(1.0, "largest gradient norm, 0 for no limit")
+    eval_interval: int = setting(200, "steps between validations, each of which also saves ckpt.pt")
+    eval_iters: int = setting(40, "batches per validation, spread evenly over val.bin; 0 for all of it")
+    log_interval: int = setting(10, "steps between lines of the log")
+    seed: int = setting(1337, "seed of the weights and of the order of the data")
+    device: str = setting("auto", "cpu, cuda, cuda:1 ... or mps")
+    dtype: str = setting("auto", "float32, bfloat16 or float16 (auto: bfloat16 or float16 on CUDA, else float32)")
+    compile: bool = setting(True, "use torch.compile")
+
+    def __post_init__(self):
+        for name, least in dict(batch_size=1, gradient_accumulation_steps=1, warmup_iters=0, max_iters=1, weight_decay=0,
+                                grad_clip=0, eval_interval=1, eval_iters=0, log_interval=1, seed=0).items():  # fmt: skip
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if not 0 <= (self.min_lr or 0) <= self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate {self.learning_rate} must be finite, and min_lr {self.min_lr} not above it")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"beta1 {self.beta1} and beta2 {self.beta2} must be at least 0 and below 1")
+
+
+def boolean(text):
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+def integers(text):
+    return tuple(int(number) for number in text.split(","))
+
+
+def parse_flags(argv=None):
+    """Return the flags that were given, as two dicts: fields of Settings, and fields of GPTConfig."""
+    parser = Parser(description=__doc__.split("\n\n")[0], argument_default=argparse.SUPPRESS)
+    for f in [*fields(Settings), *(f for f in fields(GPTConfig) if f.name != "vocab_size")]:
+        kind = next(iter(typing.get_args(f.type)), f.type)  # int for `int | None`
+        kind = {bool: boolean, tuple[int, ...]: integers}.get(kind, kind)
+        help = f.metadata["help"] + ("" if f.default is None else f" (default: {f.default})")
+        optional = dict(nargs="?", const=True) if kind is boolean else {}
+        parser.add_argument(f"--{f.name}", type=kind, help=help, metavar=kind.__name__.upper(), **optional)
+    given = vars(parser.parse_args(argv))
+    model_flags = {f.name: given.pop(f.name) for f in fields(GPTConfig) if f.name in given}
+    if not model_flags.get("value_residual"):
+        for name in ("lambda_mode", "lambda_1", "lambda_2", "sparse_layers"):
+            if name in model_flags and not given.get("resume"):
+                raise ValueError(f"--{name} is for the ResFormer only: add --value_residual")
+    return given, model_flags
+
+
+def model_name(config, size):
+    """A name for the run folder, such as resformer, resformer-plus-82M or svformer-gqa1-cla2."""
+    kind = "resformer" if config.value_residual else "svformer" if config.shared_value else "transformer"
+    parts = [kind, size]
+    if config.value_residual and config.lambda_mode != GPTConfig.lambda_mode:
+        parts.insert(1, config.lambda_mode)
+    if config.kv_heads != config.n_head:
+        parts.append(f"gqa{config.kv_heads}")
+    if config.kv_share > 1:
+        parts.append(f"cla{config.kv_share}")
+    return "-".join(part for part in parts if part)
+
+
+def pick_device(name):
+    """The torch.device called `name`; auto is CUDA, else MPS, else the CPU. ValueError if it is not there."""
+    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
+    if name == "auto":
+        return torch.device(next(kind for kind in count if count[kind]))
+    kind, _, index = name.partition(":")
+    if not int(index if index.isdecimal() else index != "") < count.get(kind, 0):
+        there = ", ".join(kind for kind in count if count[kind])
+        raise ValueError(f"there is no device {name!r} here: choose from auto, {there}")
+    return torch.device(name)
+
+
+def pick_dtype(name, device):
+    """The number format to compute in; auto is the fastest that trains well on `device`. ValueError if it has none."""
+    bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "auto":
+        return torch.float32 if device.type != "cuda" else torch.bfloat16 if bf16 else torch.float16
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"unknown dtype {name!r}: choose from auto, float32, bfloat16, float16")
+    if name == "float16" and device.type != "cuda" or name == "bfloat16" and not bf16:
+        raise ValueError(f"training in {name} does not work on this {device.type} device: use --dtype=float32")
+    return getattr(torch, name)
+
+
+def load_checkpoint(path):
+    """Return (model, checkpoint) from a ckpt.pt, on the CPU. No code in the file can run. ValueError if it is not one."""
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint {path}: train.py makes one")
+    with open(path, "rb") as file:
+        try:
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            model = GPT(GPTConfig(**checkpoint["config"]))
+            model.load_state_dict(checkpoint["model"])
+        except Exception as error:  # a foreign file can fail in any way that its bytes can think of
+            raise ValueError(f"{path} is not a checkpoint of train.py, or is damaged ({type(error).__name__})") from None
+    return model, checkpoint
+
+
+def lr_at(step, s):
+    """The learning rate of a step, counted from 0: linear warmup, then a cosine down to min_lr (paper, section 4)."""
+    if step < s.warmup_iters:
+        return s.learning_rate * (step + 1) / s.warmup_iters
+    min_lr = s.learning_rate / 10 if s.min_lr is None else s.min_lr
+    progress = (step - s.warmup_iters) / max(1, s.max_iters - s.warmup_iters)
+    return min_lr + (s.learning_rate - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def windows(data, starts, block_size, device):
+    """Inputs and targets (len(starts), block_size) of the windows of `data` that begin at `starts`."""
+    tokens = torch.from_numpy(data[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
+    if device.type == "cuda":  # pinned memory is copied while the GPU computes
+        tokens = tokens.pin_memory()
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train_batch(data, s, block_size, step, device):
+    """The batch of a step, a function of (seed, step) alone: the same for every model, and after a resume."""
+    n = s.batch_size * s.gradient_accumulation_steps
+    starts = np.random.default_rng([s.seed, step]).integers(len(data) - block_size, size=n)
+    return windows(data, starts, block_size, device)
+
+
+@torch.no_grad()
+def evaluate(model, data, s, block_size, device, autocast):
+    """The mean loss in nats per token over the windows that eval_iters asks for, always the same ones."""
+    count = (len(data) - 1) // block_size
+    chosen = count if s.eval_iters == 0 else min(count, s.eval_iters * s.batch_size)
+    starts = np.linspace(0, count - 1, chosen).astype(np.int64) * block_size
+    losses = []
+    for i in range(0, chosen, s.batch_size):
+        part = starts[i : i + s.batch_size]
+        x, y = windows(data, np.resize(part, s.batch_size), block_size, device)  # a short last batch is filled up ...
+        y = y.masked_fill(torch.arange(s.batch_size, device=device)[:, None] >= len(part), -1)  # ... with no targets
+        with autocast:
+            losses.append(model(x, y)[1] * len(part))
+    return torch.stack(losses).sum().item() / chosen
+
+
+def compile_model(model, x, y, s, autocast):
+    """
+    Compile the model in place and run one forward and backward pass, so that what cannot work shows now: then the
+    model stays as it is. On a CPU each block is compiled by itself, since all later ones reuse the first ones' code.
+    """
+    parts = [model] if x.device.type == "cuda" else list(model.blocks)
+    for part in parts:
+        part.compile()
+    try:
+        with autocast:
+            loss = model(x[: s.batch_size], y[: s.batch_size])[1]
+        loss.backward()
+    except Exception as error:  # no C++ compiler, no Triton, an unsupported Python: many kinds
+        print(f"warning: torch.compile does not work here ({type(error).__name__}), going on without", file=sys.stderr)
+        for part in parts:
+            part._compiled_call_impl = None
+    model.zero_grad(set_to_none=True)
+
+
+def save_checkpoint(path, **state):
+    """Write a checkpoint that is whole or not there at all; OSError if it cannot be written."""
+    with replacing(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # how torch reports a full disk
+            raise OSError(f"{path} could not be written, the one before it is kept: {error}") from None
+
+
+def open_log(path, step):
+    """Open log.csv for appending behind the rows up to `step`; what a stopped run wrote after its checkpoint is dropped."""
+    rows = []
+    if step and path.exists():
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if len(row) == len(LOG_COLUMNS)]
+        rows = [row for row in rows[1:] if int(row[0]) <= step]
+    with replacing(path, "w") as file:
+        csv.writer(file).writerows([LOG_COLUMNS, *rows])
+    return open(path, "a", newline="", encoding="utf-8")
+
+
+def resumed(checkpoint, path, given, model_flags, meta):
+    """Check that the flags and the data are those of the run in `checkpoint`; ValueError with both values if not."""
+    was = checkpoint["settings"] | checkpoint["config"] | checkpoint["meta"]
+    now = {name: given[name] for name in ("size", "dataset") if name in given} | model_flags
+    now |= {name: meta[name] for name in ("encoding", "vocab_size", "sha256")}
+    for name, value in now.items():
+        if was[name] != value:
+            raise ValueError(f"{path} was trained with {name} {was[name]}, now it is {value}: start a new run instead")
+
+
+def main():
+    given, model_flags = parse_flags()
+    s = Settings(**given)
+    shape = GPTConfig.paper(s.size, **model_flags) if s.size else GPTConfig(**model_flags)
+    out_dir = Path(s.out_dir or Path("out", model_name(shape, s.size)))
+    path = out_dir / "ckpt.pt"
+    model = checkpoint = None
+    if s.resume:
+        model, checkpoint = load_checkpoint(path)
+        s = Settings(**checkpoint["settings"] | given)
+    elif path.exists() and not s.overwrite:
+        raise ValueError(f"{out_dir} holds a run: --resume goes on with it, --overwrite replaces it, --out_dir avoids it")
+    device = pick_device(s.device)
+    dtype = pick_dtype(s.dtype, device)
+    meta, train_data, val_data = load_dataset(Path("data", s.dataset))
+    if s.resume:
+        resumed(checkpoint, path, given, model_flags, meta)
+    else:
+        torch.manual_seed(s.seed)
+        model = GPT(dataclasses.replace(shape, vocab_size=meta["vocab_size"]))
+    config = model.config
+    for name, data in (("train.bin", train_data), ("val.bin", val_data)):
+        if len(data) <= config.block_size:
+            raise ValueError(
+                f"{Path('data', s.dataset, name)} holds {len(data)} tokens, too few for one sequence of block_size "
+                f"{config.block_size} and its next token"
+            )
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if s.overwrite:
+        path.unlink(missing_ok=True)
+    step = checkpoint["iter"] if s.resume else 0
+    seconds = checkpoint["seconds"] if s.resume else 0.0
+    log_file = open_log(out_dir / "log.csv", step)
+    log = csv.writer(log_file)
+    model.to(device)
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32 on CUDA
+    optimizer = model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    if s.resume:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scaler.load_state_dict(checkpoint["scaler"])
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    tokens_per_step = s.batch_size * s.gradient_accumulation_steps * config.block_size
+    print(f"{out_dir}: {model.num_params():,} parameters, {tokens_per_step:,} tokens per step, {device}, {dtype}")
+    if s.compile:
+        print("compiling (--compile=False starts at once)", flush=True)
+        compile_model(model, *train_batch(train_data, s, config.block_size, step, device), s, autocast)
+
+    stop = []  # the signal that asked to stop: the first one lets the step end, a second one acts at once
+
+    def on_signal(number, frame):
+        stop.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+
+    recent = []  # (loss, gradient norm) of the steps since the last log line, left on the device until then
+    began, first, since = time.time(), step, time.time()
+    stopping = False
+    while step < s.max_iters and not stopping:
+        lr = lr_at(step, s)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        x, y = train_batch(train_data, s, config.block_size, step, device)
+        loss = torch.zeros((), device=device)
+        for x_part, y_part in zip(x.split(s.batch_size), y.split(s.batch_size)):
+            with autocast:
+                part = model(x_part, y_part)[1] / s.gradient_accumulation_steps
+            scaler.scale(part).backward()
+            loss += part.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        recent.append(torch.stack([loss, grad_norm]))
+        step += 1
+
+        evaluating = step % s.eval_interval == 0 or step == s.max_iters
+        stopping = bool(stop)
+        if not (evaluating or stopping or step % s.log_interval == 0):
+            continue
+        for i, (loss, grad_norm) in enumerate(torch.stack(recent).tolist(), start=step - len(recent) + 1):
+            # an infinite gradient under float16 is the scaler's business: it skips the step and lowers its scale
+            if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
+                raise ValueError(
+                    f"step {i}: loss {loss}, gradient norm {grad_norm} at learning rate {lr_at(i - 1, s):.3g}. Try a lower "
+                    f"--learning_rate, more --warmup_iters or --dtype=float32; the last checkpoint is kept"
+                )
+        now = time.time()
+        seconds += now - since
+        speed = tokens_per_step * len(recent) / (now - since)
+        recent.clear()
+        val_loss = val_bpb = ""
+        line = f"iter {step:5}/{s.max_iters} | loss {loss:.4f}"
+        if evaluating:
+            val_loss = evaluate(model, val_data, s, config.block_size, device, autocast)
+            val_bpb = val_loss / math.log(2) * meta["val"]["tokens"] / meta["val"]["bytes"]
+            line += f" | val {val_loss:.4f} = {val_bpb:.4f} bits/byte"
+        left = (time.time() - began) / (step - first) * (s.max_iters - step)
+        print(f"{line} | {speed:,.0f} tokens/s | {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+        log.writerow([step, step * tokens_per_step, loss, val_loss, val_bpb, lr, grad_norm, round(speed), round(seconds, 2)])
+        log_file.flush()
+        if evaluating or stopping:
+            save_checkpoint(
+                path, model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), iter=step,
+                seconds=seconds, settings=asdict(s), config=asdict(config), meta=meta,
+            )  # fmt: skip
+        since = time.time()
+    if step < s.max_iters:
+        print(f"stopped after step {step} of {s.max_iters}; go on with: python train.py --resume --out_dir {out_dir}")
+        sys.exit(128 + stop[0])
+    print(f"done: python sample.py --out_dir {out_dir}")
+
+
+if __name__ == "__main__":
+    run(main)
