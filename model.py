@@ -322,10 +322,14 @@ class GPT(nn.Module):
         vocab_size, block_size = self.config.vocab_size, self.config.block_size
         if idx.numel() == 0 or idx.min() < 0 or idx.max() >= vocab_size:
             raise ValueError(f"idx must hold at least one token, and only ids from 0 to {vocab_size - 1}")
-        if max_new_tokens < 0 or not 0 <= temperature < math.inf:
-            raise ValueError(f"max_new_tokens {max_new_tokens} and temperature {temperature} must not be negative")
-        if top_k is not None and top_k < 1 or top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_k {top_k} must be at least 1, top_p {top_p} above 0 and at most 1")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be finite and at least 0, not {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be at least 1, not {top_k}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
         context = new = idx[:, -block_size:]
         cache = None
         if use_cache:

@@ -139,8 +139,8 @@ class Meter:
             if self.total:
                 left = (now - self.start) * (self.total / self.bytes - 1)
                 line += f" of {self.total / 1e6:,.0f} MB, {datetime.timedelta(seconds=int(left))} left"
-            # on a terminal the cursor goes back, so that whatever comes next writes over the line
-            print(f"{line:<78}", end="\r" if self.tty else "\n", file=sys.stderr, flush=True)
+            # on a terminal the cursor goes back, and what comes next is written over the line
+            print(f"{line:<78}\r" if self.tty else f"{line}\n", end="", file=sys.stderr, flush=True)
             self.next = now + (0.2 if self.tty else 30)
 
 
@@ -423,7 +423,8 @@ def load_dataset(folder):
     """
     path = Path(folder, "meta.json")
     if not path.exists():
-        made = f"--dataset {path.parent.name}" if path.parent.name in DATASETS else "--input YOUR_TEXT"
+        name = path.parent.name
+        made = f"--dataset {name}" if name in DATASETS else f"--input YOUR_TEXT --name {name}"
         raise ValueError(f"there is no {path}: python prepare_data.py {made} makes it")
     try:
         meta = json.loads(path.read_bytes())

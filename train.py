@@ -65,6 +65,8 @@ class Settings:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if not 0 <= (self.min_lr or 0) <= self.learning_rate < math.inf:
             raise ValueError(f"learning_rate {self.learning_rate} must be finite, and min_lr {self.min_lr} not above it")
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"beta1 {self.beta1} and beta2 {self.beta2} must be at least 0 and below 1")
 
@@ -115,11 +117,14 @@ def pick_device(name):
     count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
     if name == "auto":
         return torch.device(next(kind for kind in count if count[kind]))
-    kind, _, index = name.partition(":")
-    if not int(index if index.isdecimal() else index != "") < count.get(kind, 0):
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # not even a name that torch knows
+        device = None
+    if device is None or (device.index or 0) >= count.get(device.type, 0):
         there = ", ".join(kind for kind in count if count[kind])
         raise ValueError(f"there is no device {name!r} here: choose from auto, {there}")
-    return torch.device(name)
+    return device
 
 
 def pick_dtype(name, device):
@@ -130,7 +135,7 @@ def pick_dtype(name, device):
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"unknown dtype {name!r}: choose from auto, float32, bfloat16, float16")
     if name == "float16" and device.type != "cuda" or name == "bfloat16" and not bf16:
-        raise ValueError(f"training in {name} does not work on this {device.type} device: use --dtype=float32")
+        raise ValueError(f"{name} does not work on this {device.type} device: use --dtype=float32")
     return getattr(torch, name)
 
 
@@ -142,6 +147,8 @@ def load_checkpoint(path):
     with open(path, "rb") as file:
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            if missing := {"optimizer", "scaler", "iter", "seconds", "settings", "meta"} - checkpoint.keys():
+                raise KeyError(missing)
             model = GPT(GPTConfig(**checkpoint["config"]))
             model.load_state_dict(checkpoint["model"])
         except Exception as error:  # a foreign file can fail in any way that its bytes can think of
@@ -150,7 +157,7 @@ def load_checkpoint(path):
 
 
 def lr_at(step, s):
-    """The learning rate of a step, counted from 0: linear warmup, then a cosine down to min_lr (paper, section 4)."""
+    """The learning rate of a step, counted from 0: linear warmup, then a cosine down to min_lr, as in the paper."""
     if step < s.warmup_iters:
         return s.learning_rate * (step + 1) / s.warmup_iters
     min_lr = s.learning_rate / 10 if s.min_lr is None else s.min_lr
@@ -214,8 +221,8 @@ def save_checkpoint(path, **state):
     with replacing(path) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # how torch reports a full disk
-            raise OSError(f"{path} could not be written, the one before it is kept: {error}") from None
+        except RuntimeError:  # how torch reports a full disk
+            raise OSError(f"{path} could not be written, is the disk full? What was there before is kept") from None
 
 
 def open_log(path, step):
@@ -249,7 +256,7 @@ def main():
     model = checkpoint = None
     if s.resume:
         model, checkpoint = load_checkpoint(path)
-        s = Settings(**checkpoint["settings"] | given)
+        s = Settings(**checkpoint["settings"] | {"overwrite": False} | given)
     elif path.exists() and not s.overwrite:
         raise ValueError(f"{out_dir} holds a run: --resume goes on with it, --overwrite replaces it, --out_dir avoids it")
     device = pick_device(s.device)
@@ -257,6 +264,9 @@ def main():
     meta, train_data, val_data = load_dataset(Path("data", s.dataset))
     if s.resume:
         resumed(checkpoint, path, given, model_flags, meta)
+        if checkpoint["iter"] >= s.max_iters:
+            print(f"{out_dir}: all {checkpoint['iter']} steps are done, a larger --max_iters goes on")
+            return
     else:
         torch.manual_seed(s.seed)
         model = GPT(dataclasses.replace(shape, vocab_size=meta["vocab_size"]))
@@ -293,6 +303,7 @@ def main():
 
     def on_signal(number, frame):
         stop.append(number)
+        print("stopping after this step; a second signal stops at once", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
