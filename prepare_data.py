@@ -11,8 +11,8 @@ or several with <|endoftext|> between them. Each can be gzipped (.gz). Text is U
 for byte: only a byte-order mark in front of a file is dropped, and documents that are empty or blank are left out.
 
 One document in ten is for validation, drawn by a hash, or the last of fewer than ten. A single document is cut as
-nanoGPT cuts it: the first 90% of its characters are for training. Within a split, the end-of-text token stands between documents; in front of the first and behind the last
-there is none. Decoding what lies between gives back every document exactly.
+nanoGPT cuts it: the first 90% of its characters are for training. Within a split the end-of-text token stands between
+documents, not in front of the first or behind the last; decoding what lies between gives back each document exactly.
 
 The sources are read twice, to count and check them and then to encode them, and never held in memory.
 """
@@ -218,7 +218,7 @@ def find(source, downloads):
     """Return the files of a source: a path, a URL or STDLIB. ValueError if there are none, or of another kind."""
     kinds = f"{', '.join(SUFFIXES)} file, plain or .gz"
     if source == STDLIB:
-        tests = ("test", "tests", "idle_test")
+        tests = ("test", "tests", "idle_test")  # the only ones with files that are not UTF-8
         files = walk(sysconfig.get_path("stdlib"), (".py",), skip=(*tests, "site-packages", "dist-packages"))
     elif os.path.isdir(source):
         files = walk(source, SUFFIXES)
@@ -241,7 +241,7 @@ def read_bytes(path, meter, by_line):
         with opener(path, "rb") as file:
             while block := file.readline(MAX_LINE) if by_line else file.read(BLOCK):
                 if len(block) == MAX_LINE:
-                    raise ValueError(f"{path} has a line of more than {MAX_LINE:,} bytes, too long for one document")
+                    raise ValueError(f"{path} has a line of {MAX_LINE:,} bytes or more, too long for one document")
                 meter.update(block)
                 yield block
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -268,7 +268,7 @@ CUT = re.compile(r".*\S(?:(?= \w)|\n(?=\w))", re.DOTALL)
 
 
 def cut(text):
-    """Yield a text in pieces of PIECE characters or fewer, the last of up to twice as many; without CUT just there."""
+    """Yield a text in pieces of up to PIECE characters, the last of up to twice that, split at a CUT if possible."""
     start = 0
     while len(text) - start > 2 * PIECE:
         match = CUT.match(text, start, start + PIECE)
@@ -382,7 +382,7 @@ def prepare(inputs=(), dataset="python", encoding="bytes", name=None, out_dir="d
         raise ValueError(f"unknown dataset {dataset!r}: choose from {', '.join(DATASETS)}, or give --input")
     sources, val_sources = ([str(source) for source in inputs], []) if inputs else DATASETS[dataset]
     if name is None:
-        stem = Path(sources[0]).resolve().name.split(".")[0]
+        stem = os.path.basename(os.path.abspath(sources[0])).split(".")[0]
         name = (re.sub(r"\W+", "-", stem).strip("-") or "text") if inputs else dataset
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ValueError(f"{name!r} cannot name a dataset: use letters, digits and . + - _")
