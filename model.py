@@ -109,15 +109,15 @@ class KVCache:
         n_k = len(config.kv_layers)
         n_v = 1 if config.shared_value else n_k
         shape = (batch_size, config.kv_heads, max_len, config.head_dim)
-        self.k = torch.zeros(n_k, *shape, device=device, dtype=dtype)
-        self.v = torch.zeros(n_v, *shape, device=device, dtype=dtype)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_k)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_v)]
         self.batch_size, self.max_len = batch_size, max_len
         self.length = 0  # tokens stored so far; GPT.forward moves it on when its last layer is done
 
     @property
     def nbytes(self):
         """Bytes in use: (n_k + n_v) x batch_size x n_kv_head x max_len x head_dim x bytes per number."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(buffer.nbytes for buffer in (*self.k, *self.v))
 
     def append(self, buffer, new):
         """Write `new` (B, nkv, T, hd) behind the tokens in `buffer` and return all of them (B, nkv, S, hd), as a view."""
@@ -197,7 +197,7 @@ class Attention(nn.Module):
                 v_n = lambdas[0] * v_1 + lambdas[1] * v_n  # V'_n of the ResFormer
             v = v_n if cache is None else cache.append(cache.v[self.group], v_n)  # (B, nkv, S, hd)
         if T == 1:  # one new token sees everything; the query heads that share a key head are its rows
-            y = F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, self.hd), k, v)  # (B, nkv, nh / nkv, hd)
+            y = F.scaled_dot_product_attention(q.view(B, k.shape[1], -1, self.hd), k, v, mask)  # (B, nkv, nh / nkv, hd)
         else:
             gqa = k.shape[1] != self.nh
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)  # (B, nh, T, hd)
@@ -282,17 +282,22 @@ class GPT(nn.Module):
         mask = None  # causal; only a chunk behind cached tokens needs the mask spelled out
         if past and T > 1:
             mask = torch.ones(T, past + T, dtype=torch.bool, device=idx.device).tril(past)
-        lambdas = self.lambdas() if self.config.value_residual else {}
-        x = self.embed(idx)  # (B, T, n_embd)
-        k = v = v_1 = None  # what the next layer may use: the latest keys and values, and layer 1's values
-        for n, block in enumerate(self.blocks, start=1):
-            x, k, v, v_1 = block(x, k, v, v_1, lambdas.get(n), rope, mask, cache)
+        x = self.hidden(idx, rope, mask, cache)  # (B, T, n_embd)
         if cache is not None:
             cache.length += T
         if targets is None:
             return self.head(self.norm(x[:, -1:])), None
         logits = self.head(self.norm(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def hidden(self, idx, rope, mask, cache):
+        """The hidden states (B, T, n_embd) behind the last layer; rope: cos and sin of idx's positions, (T, 1, hd)."""
+        lambdas = self.lambdas() if self.config.value_residual else {}
+        x = self.embed(idx)  # (B, T, n_embd)
+        k = v = v_1 = None  # what the next layer may use: the latest keys and values, and layer 1's values
+        for n, block in enumerate(self.blocks, start=1):
+            x, k, v, v_1 = block(x, k, v, v_1, lambdas.get(n), rope, mask, cache)
+        return x
 
     def optimizer(self, learning_rate, betas, weight_decay):
         """AdamW that decays the matrices only: no norm weight and no lambda."""

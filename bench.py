@@ -1,0 +1,350 @@
+"""
+Measure what the shared value saves:
+
+    python bench.py                                    KV cache and speed of eight models, in about two minutes
+    python bench.py --block_size 512 2048 --compile    ... at two contexts, with a compiled decode step
+    python bench.py --help                             all settings
+
+It needs no checkpoint and no data: the weights are random, since neither memory nor speed depends on them.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from model import GPT, GPTConfig, KVCache
+from prepare_data import Parser, replacing, run
+from train import pick_device, pick_dtype
+
+MODELS = {  # flags of GPTConfig; GQA has a quarter of the heads, CLA (kv_share) two layers per K and V
+    "Transformer": {},
+    "ResFormer": {"value_residual": True},
+    "SVFormer": {"shared_value": True},
+    "GQA": {"gqa": True},
+    "SVFormer + GQA": {"shared_value": True, "gqa": True},
+    "CLA": {"kv_share": 2},
+    "SVFormer + CLA": {"shared_value": True, "kv_share": 2},
+    "SVFormer + GQA + CLA": {"shared_value": True, "gqa": True, "kv_share": 2},
+}
+
+
+def model_config(name, size, block_size):
+    """The GPTConfig of MODELS[name] at a size of the paper. ValueError for an unknown size."""
+    flags = dict(MODELS[name])
+    config = GPTConfig.paper(size, block_size=block_size)
+    n_kv_head = max(1, config.n_head // 4) if flags.pop("gqa", False) else None
+    return GPTConfig.paper(size, block_size=block_size, n_kv_head=n_kv_head, **flags)
+
+
+def cache_units(config):
+    """
+    How many K and V the paper counts per token (arXiv 2410.17897, and 2405.12981 for CLA), in heads: with N layers in
+    groups of c, ceil(N / c) K and as many V, or a single V in the SVFormer, each of n_kv_head heads.
+    """
+    groups = -(-config.n_layer // config.kv_share)
+    return (groups + (1 if config.shared_value else groups)) * config.kv_heads
+
+
+def cache_ratio(config):
+    """The KV cache as a share of that of a Transformer with this many layers and heads, by the paper's count."""
+    return cache_units(config) / (2 * config.n_layer * config.n_head)
+
+
+def decode_bytes(config, n_params, batch_size, past, itemsize):
+    """
+    Bytes that one decode step behind `past` tokens cannot avoid to move, with `itemsize` bytes per number: each weight
+    once (but one row per sequence of the embedding), the cached K and V once, and the new token's K and V.
+    """
+    weights = n_params - (config.vocab_size - batch_size) * config.n_embd
+    return (weights + batch_size * (past + 1) * cache_units(config) * config.head_dim) * itemsize
+
+
+def sequences_that_fit(budget, weights, cache):
+    """How many sequences, each with `cache` bytes of K and V, fit into `budget` bytes beside `weights` bytes."""
+    return max(0, int((budget - weights) // cache))
+
+
+class StaticCache(KVCache):
+    """A KVCache for `static_step`: the shapes are the same at every length, as CUDA graphs need."""
+
+    def __init__(self, config, batch_size, max_len, device=None, dtype=None):
+        super().__init__(config, batch_size, max_len, device, dtype)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        for buffer in (*self.k, *self.v, self.position):
+            torch._dynamo.mark_static_address(buffer)  # a CUDA graph then works on the buffer, not on a copy
+
+    def append(self, buffer, new):
+        """Like KVCache.append, but a single token goes to `position` and is returned with the whole buffer."""
+        return super().append(buffer, new) if new.shape[2] > 1 else buffer.index_copy_(2, self.position, new)
+
+
+def eager_step(model, idx, cache):
+    """The likeliest next ids (B, 1) behind the ids (B, T), which continue what the cache holds."""
+    return model(idx, cache=cache)[0].argmax(-1)
+
+
+def static_step(model, idx, cache):
+    """The same for one id per sequence, at `cache.position`, with attention over a whole StaticCache: to be compiled."""
+    rope = model.cos[cache.position], model.sin[cache.position]  # (1, 1, hd)
+    mask = torch.arange(cache.max_len, device=idx.device) <= cache.position
+    x = model.hidden(idx, rope, mask[None], cache)  # (B, 1, n_embd)
+    return model.head(model.norm(x)).argmax(-1)
+
+
+def store_by_columns(model):
+    """
+    Store the matrices that have more outputs than inputs column by column. On a CPU, W x for a single x then runs along
+    the longer side of W, twice as fast. Nothing else changes: neither the shapes nor the results.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.out_features > layer.in_features:
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
+def synchronize(device):
+    """Wait for the work that was queued on `device`."""
+    if device.type in ("cuda", "mps"):
+        getattr(torch, device.type).synchronize()
+
+
+def copy_speed(device, nbytes=256 * 2**20):
+    """Bytes per second read and written by a copy of `nbytes` random bytes (zero pages would not come from memory)."""
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source).copy_(source)
+    synchronize(device)
+    start = time.perf_counter()
+    target.copy_(source)
+    synchronize(device)
+    return 2 * nbytes / (time.perf_counter() - start)
+
+
+class Contestant:
+    """One of MODELS with random weights, and a cache for `batch_size` x `block_size` tokens."""
+
+    def __init__(self, name, batch_size, block_size, args):
+        self.config = model_config(name, args.size, block_size)
+        with args.device:
+            self.model = GPT(self.config).to(args.dtype).eval()
+            self.prompt = torch.randint(self.config.vocab_size, (batch_size, block_size - args.new_tokens))
+        if args.device.type == "cpu" and batch_size == 1:
+            store_by_columns(self.model)
+        self.step, cache_class = eager_step, KVCache
+        if args.compile:
+            mode = "reduce-overhead" if args.device.type == "cuda" else None  # CUDA graphs
+            self.step, cache_class = torch.compile(static_step, mode=mode, fullgraph=True, dynamic=False), StaticCache
+        before = torch.cuda.memory_allocated()  # 0 on a machine without CUDA
+        self.cache = cache_class(self.config, batch_size, block_size, args.device, args.dtype)
+        self.cuda_bytes = torch.cuda.memory_allocated() - before
+        self.prefill, self.decode = [], []  # tokens/s of each run
+
+    @torch.no_grad()
+    def run(self):
+        """Read the prompt and decode greedily until the cache is full; note the tokens/s of both."""
+        device, (batch_size, length) = self.prompt.device, self.prompt.shape
+        new_tokens = self.cache.max_len - length
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.cache.length = 0
+        start = time.perf_counter()
+        idx = eager_step(self.model, self.prompt, self.cache)
+        synchronize(device)
+        read = time.perf_counter()
+        for position in range(length, length + new_tokens):
+            if isinstance(self.cache, StaticCache):
+                self.cache.position.fill_(position)
+            idx = self.step(self.model, idx, self.cache).clone()  # CUDA graphs write each result to the same place
+        synchronize(device)
+        self.prefill.append(batch_size * length / (read - start))
+        self.decode.append(batch_size * new_tokens / (time.perf_counter() - read))
+        self.cuda_peak = self.cuda_bytes + torch.cuda.max_memory_allocated() - before
+
+
+def measure(block_size, batch_size, args, progress):
+    """
+    Time all MODELS in turn, `args.repeats` times after a warm-up. Returns a dict per model: memory in bytes, ratios to
+    the Transformer, all tokens/s, and bytes/s of the decode step and of a plain copy in between.
+    """
+    torch.compiler.reset()
+    contestants = {name: Contestant(name, batch_size, block_size, args) for name in MODELS}
+    copies = []
+    for i in range(1 + args.repeats):
+        copies.append(copy_speed(args.device))
+        for contestant in contestants.values():
+            contestant.run()
+            progress(block_size * batch_size)
+            if i == 0:
+                contestant.prefill, contestant.decode = [], []
+    rows = []
+    for name, c in contestants.items():
+        weights, itemsize = sum(p.nbytes for p in c.model.parameters()), args.dtype.itemsize
+        past = block_size - (args.new_tokens + 1) / 2  # on average over the decode steps
+        step_bytes = decode_bytes(c.config, c.model.num_params(), batch_size, past, itemsize)
+        rows.append(
+            {
+                "model": name,
+                "block_size": block_size,
+                "batch_size": batch_size,
+                "parameters": c.model.num_params(),
+                "cache_bytes_per_token": c.cache.nbytes // (batch_size * block_size),
+                "cache_bytes": c.cache.nbytes,
+                "cache_ratio": c.cache.nbytes / contestants["Transformer"].cache.nbytes,
+                "cache_ratio_by_formula": cache_ratio(c.config),
+                "prefill_tokens_per_s": c.prefill,
+                "decode_tokens_per_s": c.decode,
+                "sequences_in_budget": sequences_that_fit(args.budget * 2**30, weights, c.cache.nbytes // batch_size),
+                "decode_step_bytes": step_bytes,
+                "decode_bytes_per_s": step_bytes * median(c.decode) / batch_size,
+                "copy_bytes_per_s": median(copies),
+                "cuda_cache_bytes": c.cuda_bytes,
+                "cuda_peak_bytes": c.cuda_peak,
+            }
+        )
+    return rows
+
+
+def print_table(rows, args):
+    """Print the rows that `measure` returned as an aligned Markdown table, under a line that says what they are."""
+    first = rows[0]
+    print(
+        f"\n{args.size}, context {first['block_size']:,}, batch {first['batch_size']}, {args.dtype}".replace("torch.", ""),
+        f"on {args.device}, {'compiled' if args.compile else 'eager'}: {first['block_size'] - args.new_tokens:,} tokens read,",
+        f"{args.new_tokens} decoded, median of {args.repeats} runs (slowest..fastest).",
+        f"Copying memory: {first['copy_bytes_per_s'] / 1e9:.1f} GB/s\n",
+    )
+    table = [["model", "params", "B/token", "cache bytes", "measured", "formula", "prefill tok/s", "decode tok/s"]]
+    table[0] += [f"fit {args.budget:g} GiB", "MB/step", "GB/s"]
+    if args.device.type == "cuda":
+        table[0] += ["CUDA cache", "CUDA peak"]
+    for r in rows:
+        decode = r["decode_tokens_per_s"]
+        table.append(
+            [
+                r["model"],
+                f"{r['parameters'] / 1e6:.1f}M",
+                f"{r['cache_bytes_per_token']:,}",
+                f"{r['cache_bytes']:,}",
+                f"{r['cache_ratio']:.2%}",
+                f"{r['cache_ratio_by_formula']:.2%}",
+                f"{median(r['prefill_tokens_per_s']):,.0f}",
+                f"{median(decode):.1f} ({min(decode):.1f}..{max(decode):.1f})",
+                f"{r['sequences_in_budget']:,}",
+                f"{r['decode_step_bytes'] / 1e6:.1f}",
+                f"{r['decode_bytes_per_s'] / 1e9:.1f}",
+            ]
+        )
+        if args.device.type == "cuda":
+            table[-1] += [f"{r['cuda_cache_bytes']:,}", f"{r['cuda_peak_bytes']:,}"]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    table.insert(1, ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]])
+    for line in table:
+        print("|", line[0].ljust(widths[0]), *(f"| {cell:>{w}}" for cell, w in zip(line[1:], widths[1:])), "|")
+
+
+def plot(rows, path):
+    """Draw cache size and decode speed against the context length, a line per model and two panels per batch size."""
+    import matplotlib.pyplot as plt  # optional, and slow to import
+
+    batch_sizes = sorted({r["batch_size"] for r in rows})
+    figure, axes = plt.subplots(len(batch_sizes), 2, figsize=(11, 4.2 * len(batch_sizes)), squeeze=False)
+    for (left, right), batch_size in zip(axes, batch_sizes):
+        for name, style in zip(MODELS, ("o-", "x:", "s-", "^--", "v-", "D--", "P-", "*-")):
+            mine = [r for r in rows if r["model"] == name and r["batch_size"] == batch_size]
+            mine.sort(key=lambda r: r["block_size"])
+            contexts = [r["block_size"] for r in mine]
+            left.plot(contexts, [r["cache_bytes"] / 1e6 for r in mine], style, label=name)
+            right.plot(contexts, [median(r["decode_tokens_per_s"]) for r in mine], style, label=name)
+        left.set(title=f"KV cache, batch {batch_size}", ylabel="MB", yscale="log")
+        right.set(title=f"Decoding, batch {batch_size}", ylabel="tokens per second", ylim=(0, None))
+        for panel in (left, right):
+            panel.set_xscale("log", base=2)
+            panel.set(xlabel="context length in tokens", xticks=contexts, xticklabels=contexts)
+            panel.grid(alpha=0.3)
+    axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    figure.tight_layout()
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120)
+
+
+def compiler_works(device):
+    """Whether torch.compile works here; says why not on stderr."""
+    try:
+        torch.compile(lambda x: x + 1, options={"force_disable_caches": True})(torch.zeros(8, device=device))
+        return True
+    except Exception as error:  # what a missing compiler raises differs between versions and devices
+        print(f"going on without --compile: {str(error).splitlines()[0]}", file=sys.stderr)
+        return False
+
+
+def kv(argv):
+    """The KV cache and the speed of MODELS."""
+    parser = Parser(prog="bench.py kv", description="KV cache and speed of eight models with random weights.")
+    parser.add_argument("--size", default="82M", help="a size of the paper: 2M, 82M, 180M or 468M")
+    parser.add_argument("--block_size", type=int, nargs="+", default=[1024], help="context lengths in tokens")
+    parser.add_argument("--batch_size", type=int, nargs="+", default=[1], help="sequences at a time")
+    parser.add_argument("--new_tokens", type=int, default=32, help="tokens to decode; the prompt fills the context before")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each model")
+    parser.add_argument("--budget", type=float, default=8.0, help="memory in GiB for the weights and as many caches as fit")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... or mps")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
+    parser.add_argument("--compile", action="store_true", help="compile the decode step; with CUDA graphs on CUDA")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the figures; needs matplotlib")
+    args = parser.parse_args(argv)
+    if not min(args.batch_size) >= 1 or not args.new_tokens >= 1 or not args.repeats >= 1 or not args.budget > 0:
+        raise ValueError("batch_size, new_tokens and repeats must be at least 1, and budget above 0")
+    if min(args.block_size) < args.new_tokens + 2:
+        raise ValueError(f"block_size {min(args.block_size)} must hold new_tokens {args.new_tokens} and a prompt of 2 or more")
+    for path in filter(None, (args.json, args.plot)):
+        if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
+            raise ValueError(f"cannot write {path}")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    args.device = pick_device(args.device)
+    args.dtype = pick_dtype(args.dtype, args.device)
+    model_config("Transformer", args.size, 2)  # an unknown size ends here
+    args.compile = args.compile and compiler_works(args.device)
+
+    total, done, start = (1 + args.repeats) * len(MODELS) * sum(args.block_size) * sum(args.batch_size), 0, time.time()
+
+    def progress(tokens):
+        nonlocal done
+        done += tokens
+        left = (time.time() - start) * (total - done) / done
+        print(f"\r{done / total:4.0%}, about {left:.0f} s left   ", end="\n" * (done == total), file=sys.stderr, flush=True)
+
+    rows = []
+    for block_size in args.block_size:
+        for batch_size in args.batch_size:
+            rows += measure(block_size, batch_size, args, progress)
+            print_table(rows[-len(MODELS) :], args)
+    if args.json:
+        about = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        about |= {"threads": torch.get_num_threads(), "device": str(args.device), "dtype": str(args.dtype)}
+        about |= {"size": args.size, "new_tokens": args.new_tokens, "compile": args.compile, "budget_gib": args.budget}
+        with replacing(args.json, "w") as file:
+            json.dump({**about, "rows": rows}, file, indent=1)
+    if args.plot:
+        plot(rows, args.plot)
+
+
+TABLES = {"kv": kv}
+
+
+def main():
+    name, argv = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] and sys.argv[1][0] != "-" else ("kv", sys.argv[1:])
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}: choose from {', '.join(TABLES)}")
+    TABLES[name](argv)
+
+
+if __name__ == "__main__":
+    run(main)
