@@ -73,7 +73,7 @@ def sequences_that_fit(budget, weights, cache):
 
 
 class StaticCache(KVCache):
-    """A KVCache for `static_step`: the shapes are the same at every length, as CUDA graphs need."""
+    """A KVCache for `static_step`, whose shapes must be the same at every length, as CUDA graphs need."""
 
     def __init__(self, config, batch_size, max_len, device=None, dtype=None):
         super().__init__(config, batch_size, max_len, device, dtype)
@@ -92,7 +92,7 @@ def eager_step(model, idx, cache):
 
 
 def static_step(model, idx, cache):
-    """The same for one id per sequence, at `cache.position`, with attention over a whole StaticCache: to be compiled."""
+    """The same for one id per sequence, the one at `cache.position`, with attention over a whole StaticCache."""
     rope = model.cos[cache.position], model.sin[cache.position]  # (1, 1, hd)
     mask = torch.arange(cache.max_len, device=idx.device) <= cache.position
     x = model.hidden(idx, rope, mask[None], cache)  # (B, 1, n_embd)
@@ -101,8 +101,8 @@ def static_step(model, idx, cache):
 
 def store_by_columns(model):
     """
-    Store the matrices that have more outputs than inputs column by column. On a CPU, W x for a single x then runs along
-    the longer side of W, twice as fast. Nothing else changes: neither the shapes nor the results.
+    Store the matrices that have more outputs than inputs column by column, which changes no result. Most CPUs' W x then
+    runs along the longer side of W: for a single x, about twice as fast.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and layer.out_features > layer.in_features:
@@ -115,8 +115,8 @@ def synchronize(device):
         getattr(torch, device.type).synchronize()
 
 
-def copy_speed(device, nbytes=256 * 2**20):
-    """Bytes per second read and written by a copy of `nbytes` random bytes (zero pages would not come from memory)."""
+def copy_speed(device, nbytes=2**28):
+    """Bytes per second that a copy of `nbytes` random bytes reads and writes (zeros need not come from memory)."""
     source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source).copy_(source)
     synchronize(device)
@@ -129,7 +129,7 @@ def copy_speed(device, nbytes=256 * 2**20):
 class Contestant:
     """One of MODELS with random weights, and a cache for `batch_size` x `block_size` tokens."""
 
-    def __init__(self, name, batch_size, block_size, args):
+    def __init__(self, name, block_size, batch_size, args):
         self.config = model_config(name, args.size, block_size)
         with args.device:
             self.model = GPT(self.config).to(args.dtype).eval()
@@ -142,14 +142,12 @@ class Contestant:
             self.step, cache_class = torch.compile(static_step, mode=mode, fullgraph=True, dynamic=False), StaticCache
         before = torch.cuda.memory_allocated()  # 0 on a machine without CUDA
         self.cache = cache_class(self.config, batch_size, block_size, args.device, args.dtype)
-        self.cuda_bytes = torch.cuda.memory_allocated() - before
-        self.prefill, self.decode = [], []  # tokens/s of each run
+        self.cuda_cache = torch.cuda.memory_allocated() - before
 
     @torch.no_grad()
     def run(self):
-        """Read the prompt and decode greedily until the cache is full; note the tokens/s of both."""
+        """Read the prompt and decode greedily until the cache is full. Returns the tokens per second of both."""
         device, (batch_size, length) = self.prompt.device, self.prompt.shape
-        new_tokens = self.cache.max_len - length
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -158,95 +156,75 @@ class Contestant:
         idx = eager_step(self.model, self.prompt, self.cache)
         synchronize(device)
         read = time.perf_counter()
-        for position in range(length, length + new_tokens):
+        for position in range(length, self.cache.max_len):
             if isinstance(self.cache, StaticCache):
                 self.cache.position.fill_(position)
             idx = self.step(self.model, idx, self.cache).clone()  # CUDA graphs write each result to the same place
         synchronize(device)
-        self.prefill.append(batch_size * length / (read - start))
-        self.decode.append(batch_size * new_tokens / (time.perf_counter() - read))
-        self.cuda_peak = self.cuda_bytes + torch.cuda.max_memory_allocated() - before
+        end = time.perf_counter()
+        self.cuda_peak = self.cuda_cache + torch.cuda.max_memory_allocated() - before  # cache and intermediate results
+        return batch_size * length / (read - start), batch_size * (self.cache.max_len - length) / (end - read)
 
 
 def measure(block_size, batch_size, args, progress):
-    """
-    Time all MODELS in turn, `args.repeats` times after a warm-up. Returns a dict per model: memory in bytes, ratios to
-    the Transformer, all tokens/s, and bytes/s of the decode step and of a plain copy in between.
-    """
+    """Time all MODELS in turn, `args.repeats` times after a warm-up. Returns a row of figures per model, as a dict."""
     torch.compiler.reset()
-    contestants = {name: Contestant(name, batch_size, block_size, args) for name in MODELS}
+    models = {name: Contestant(name, block_size, batch_size, args) for name in MODELS}
+    runs = {name: [] for name in MODELS}
     copies = []
     for i in range(1 + args.repeats):
         copies.append(copy_speed(args.device))
-        for contestant in contestants.values():
-            contestant.run()
+        for name, contestant in models.items():
+            speeds = contestant.run()
             progress(block_size * batch_size)
-            if i == 0:
-                contestant.prefill, contestant.decode = [], []
+            if i > 0:
+                runs[name].append(speeds)
     rows = []
-    for name, c in contestants.items():
-        weights, itemsize = sum(p.nbytes for p in c.model.parameters()), args.dtype.itemsize
+    for name, c in models.items():
+        n_params, itemsize = c.model.num_params(), args.dtype.itemsize
+        prefill, decode = zip(*runs[name])
         past = block_size - (args.new_tokens + 1) / 2  # on average over the decode steps
-        step_bytes = decode_bytes(c.config, c.model.num_params(), batch_size, past, itemsize)
-        rows.append(
-            {
-                "model": name,
-                "block_size": block_size,
-                "batch_size": batch_size,
-                "parameters": c.model.num_params(),
-                "cache_bytes_per_token": c.cache.nbytes // (batch_size * block_size),
-                "cache_bytes": c.cache.nbytes,
-                "cache_ratio": c.cache.nbytes / contestants["Transformer"].cache.nbytes,
-                "cache_ratio_by_formula": cache_ratio(c.config),
-                "prefill_tokens_per_s": c.prefill,
-                "decode_tokens_per_s": c.decode,
-                "sequences_in_budget": sequences_that_fit(args.budget * 2**30, weights, c.cache.nbytes // batch_size),
-                "decode_step_bytes": step_bytes,
-                "decode_bytes_per_s": step_bytes * median(c.decode) / batch_size,
-                "copy_bytes_per_s": median(copies),
-                "cuda_cache_bytes": c.cuda_bytes,
-                "cuda_peak_bytes": c.cuda_peak,
-            }
-        )
+        step_bytes = decode_bytes(c.config, n_params, batch_size, past, itemsize)
+        fit = sequences_that_fit(args.budget * 2**30, n_params * itemsize, c.cache.nbytes // batch_size)
+        row = {"model": name, "block_size": block_size, "batch_size": batch_size, "parameters": n_params}
+        row |= {"cache_bytes_per_token": c.cache.nbytes // (batch_size * block_size), "cache_bytes": c.cache.nbytes}
+        row |= {"ratio_measured": c.cache.nbytes / models["Transformer"].cache.nbytes}
+        row |= {"ratio_by_formula": cache_ratio(c.config), "sequences_in_budget": fit}
+        row |= {"prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode, "decode_step_bytes": step_bytes}
+        row |= {"decode_bytes_per_s": step_bytes * median(decode) / batch_size, "copy_bytes_per_s": median(copies)}
+        rows.append(row | {"cuda_peak_bytes": c.cuda_peak})
     return rows
 
 
+def speed_range(speeds):
+    return f"{median(speeds):.1f} ({min(speeds):.1f}..{max(speeds):.1f})"
+
+
 def print_table(rows, args):
-    """Print the rows that `measure` returned as an aligned Markdown table, under a line that says what they are."""
-    first = rows[0]
-    print(
-        f"\n{args.size}, context {first['block_size']:,}, batch {first['batch_size']}, {args.dtype}".replace("torch.", ""),
-        f"on {args.device}, {'compiled' if args.compile else 'eager'}: {first['block_size'] - args.new_tokens:,} tokens read,",
-        f"{args.new_tokens} decoded, median of {args.repeats} runs (slowest..fastest).",
-        f"Copying memory: {first['copy_bytes_per_s'] / 1e9:.1f} GB/s\n",
-    )
-    table = [["model", "params", "B/token", "cache bytes", "measured", "formula", "prefill tok/s", "decode tok/s"]]
-    table[0] += [f"fit {args.budget:g} GiB", "MB/step", "GB/s"]
+    """Print the rows of `measure` as an aligned Markdown table, below a line that says how they were measured."""
+    context, copied = rows[0]["block_size"], rows[0]["copy_bytes_per_s"]
+    mode = f"{args.dtype}, {args.device}, {'compiled' if args.compile else 'eager'}".replace("torch.", "")
+    print(f"\n{args.size}, {mode}, batch {rows[0]['batch_size']}, context {context:,}, of which {args.new_tokens} decoded;")
+    print(f"median of {args.repeats} runs (slowest..fastest); copying memory moves {copied / 1e9:.1f} GB/s\n")
+    columns = {
+        "model": [r["model"] for r in rows],
+        "params": [f"{r['parameters'] / 1e6:.1f}M" for r in rows],
+        "B/token": [f"{r['cache_bytes_per_token']:,}" for r in rows],
+        "cache bytes": [f"{r['cache_bytes']:,}" for r in rows],
+        "measured": [f"{r['ratio_measured']:.2%}" for r in rows],
+        "formula": [f"{r['ratio_by_formula']:.2%}" for r in rows],
+        "prefill/s": [f"{median(r['prefill_tokens_per_s']):,.0f}" for r in rows],
+        "decode tokens/s": [speed_range(r["decode_tokens_per_s"]) for r in rows],
+        f"in {args.budget:g} GiB": [f"{r['sequences_in_budget']:,}" for r in rows],
+        "MB/step": [f"{r['decode_step_bytes'] / 1e6:.1f}" for r in rows],
+        "GB/s": [f"{r['decode_bytes_per_s'] / 1e9:.1f}" for r in rows],
+    }
     if args.device.type == "cuda":
-        table[0] += ["CUDA cache", "CUDA peak"]
-    for r in rows:
-        decode = r["decode_tokens_per_s"]
-        table.append(
-            [
-                r["model"],
-                f"{r['parameters'] / 1e6:.1f}M",
-                f"{r['cache_bytes_per_token']:,}",
-                f"{r['cache_bytes']:,}",
-                f"{r['cache_ratio']:.2%}",
-                f"{r['cache_ratio_by_formula']:.2%}",
-                f"{median(r['prefill_tokens_per_s']):,.0f}",
-                f"{median(decode):.1f} ({min(decode):.1f}..{max(decode):.1f})",
-                f"{r['sequences_in_budget']:,}",
-                f"{r['decode_step_bytes'] / 1e6:.1f}",
-                f"{r['decode_bytes_per_s'] / 1e9:.1f}",
-            ]
-        )
-        if args.device.type == "cuda":
-            table[-1] += [f"{r['cuda_cache_bytes']:,}", f"{r['cuda_peak_bytes']:,}"]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    table.insert(1, ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]])
-    for line in table:
-        print("|", line[0].ljust(widths[0]), *(f"| {cell:>{w}}" for cell, w in zip(line[1:], widths[1:])), "|")
+        columns["peak bytes"] = [f"{r['cuda_peak_bytes']:,}" for r in rows]
+    widths = [max(map(len, [title, *cells])) for title, cells in columns.items()]
+    lines = [columns, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *zip(*columns.values())]
+    for first, *others in lines:
+        print("|", " | ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]), "|")
 
 
 def plot(rows, path):
@@ -277,7 +255,7 @@ def plot(rows, path):
 def compiler_works(device):
     """Whether torch.compile works here; says why not on stderr."""
     try:
-        torch.compile(lambda x: x + 1, options={"force_disable_caches": True})(torch.zeros(8, device=device))
+        torch.compile(lambda x: x + 1, options={"fx_graph_cache": False})(torch.zeros(8, device=device))
         return True
     except Exception as error:  # what a missing compiler raises differs between versions and devices
         print(f"going on without --compile: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -290,11 +268,11 @@ def kv(argv):
     parser.add_argument("--size", default="82M", help="a size of the paper: 2M, 82M, 180M or 468M")
     parser.add_argument("--block_size", type=int, nargs="+", default=[1024], help="context lengths in tokens")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1], help="sequences at a time")
-    parser.add_argument("--new_tokens", type=int, default=32, help="tokens to decode; the prompt fills the context before")
+    parser.add_argument("--new_tokens", type=int, default=32, help="tokens to decode at the end of the context")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each model")
-    parser.add_argument("--budget", type=float, default=8.0, help="memory in GiB for the weights and as many caches as fit")
+    parser.add_argument("--budget", type=float, default=8.0, help="GiB for the weights and as many caches as fit")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... or mps")
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
     parser.add_argument("--compile", action="store_true", help="compile the decode step; with CUDA graphs on CUDA")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the figures; needs matplotlib")
@@ -302,7 +280,7 @@ def kv(argv):
     if not min(args.batch_size) >= 1 or not args.new_tokens >= 1 or not args.repeats >= 1 or not args.budget > 0:
         raise ValueError("batch_size, new_tokens and repeats must be at least 1, and budget above 0")
     if min(args.block_size) < args.new_tokens + 2:
-        raise ValueError(f"block_size {min(args.block_size)} must hold new_tokens {args.new_tokens} and a prompt of 2 or more")
+        raise ValueError(f"block_size {min(args.block_size)} must be at least 2 more than new_tokens {args.new_tokens}")
     for path in filter(None, (args.json, args.plot)):
         if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
             raise ValueError(f"cannot write {path}")
@@ -319,7 +297,8 @@ def kv(argv):
         nonlocal done
         done += tokens
         left = (time.time() - start) * (total - done) / done
-        print(f"\r{done / total:4.0%}, about {left:.0f} s left   ", end="\n" * (done == total), file=sys.stderr, flush=True)
+        end = "\n" if done == total else ""
+        print(f"\r{done / total:4.0%}, about {left:.0f} s left   ", end=end, file=sys.stderr, flush=True)
 
     rows = []
     for block_size in args.block_size:
