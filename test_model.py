@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench import MODELS, cache_ratio, decode_bytes, model_config, sequences_that_fit
 from model import GPT, LAMBDA_MODES, PAPER_SIZES, GPTConfig, KVCache, sample
 from prepare_data import get_encoding, load_dataset, prepare
 from train import Settings, load_checkpoint, lr_at, train_batch
@@ -255,7 +256,7 @@ def test_cache_stores_what_the_formula_says(settings):
     units = groups + 1 if config.shared_value else 2 * groups
     assert KVCache(config, 3, 20).nbytes == units * 3 * config.n_kv_head * 20 * 8 * 4
     half = KVCache(config, 3, 20, dtype=torch.bfloat16)
-    assert half.nbytes == sum(t.untyped_storage().nbytes() for t in (half.k, half.v)) == units * 3 * config.n_kv_head * 20 * 16
+    assert half.nbytes == sum(t.untyped_storage().nbytes() for t in (*half.k, *half.v)) == units * 3 * config.n_kv_head * 20 * 16
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name)
@@ -308,6 +309,28 @@ def test_tokens_that_do_not_fit_are_refused_with_their_numbers():
         model.generate(torch.tensor([[31]]), 1)
     with pytest.raises(ValueError):
         model.generate(torch.zeros(1, 0, dtype=torch.long), 1)
+
+
+# --- the arithmetic of bench.py ---
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bench_counts_what_the_tensors_occupy(name):
+    config = model_config(name, "2M", 64)
+    model, cache = GPT(config), KVCache(config, 3, 64)
+    whole = KVCache(model_config("Transformer", "2M", 64), 3, 64)
+    assert cache.nbytes / whole.nbytes == cache_ratio(config)
+    read_or_written = [p for p in model.parameters() if p is not model.embed.weight]
+    read_or_written += [model.embed.weight[:3], *(buffer[:, :, :11] for buffer in (*cache.k, *cache.v))]
+    expected = sum(tensor.numel() * 4 for tensor in read_or_written)
+    assert decode_bytes(config, model.num_params(), batch_size=3, past=10, itemsize=4) == expected
+
+
+def test_bench_ratios_are_the_papers():
+    assert cache_ratio(model_config("SVFormer", "82M", 64)) == 0.5625
+    assert cache_ratio(model_config("SVFormer + GQA + CLA", "82M", 64)) == 5 / 64
+    assert cache_ratio(model_config("SVFormer", "468M", 64)) == 25 / 48
+    assert [sequences_that_fit(budget, 100, 10) for budget in (90, 109, 110, 155)] == [0, 0, 1, 5]
 
 
 # --- data, training and sampling, as a user runs them ---
