@@ -28,7 +28,7 @@ LAMBDA_MODES = {  # ResFormer variant: its (lambda_{n,1}, lambda_{n,2}), or wher
     "constant": (2.0, 1.0),
     "sparse": (5.0, 1.0),  # lambda_{n,1} is 0 in the other layers
     "learnable": (0.5, 0.5),  # both are trained, in each layer
-    "plus": (None, 0.5),  # both are trained; lambda_{n,1} = s * softmax(a)_n, where s starts at the number of layers
+    "plus": (None, 0.5),  # both are trained; lambda_{n,1} = s * softmax(a)_n, s starts at the number of layers with a V
 }
 
 
@@ -73,6 +73,8 @@ class GPTConfig:
             raise ValueError("value_residual (ResFormer) and shared_value (SVFormer) exclude each other")
         if self.lambda_mode not in LAMBDA_MODES:
             raise ValueError(f"unknown lambda_mode {self.lambda_mode!r}: choose from {', '.join(LAMBDA_MODES)}")
+        if not all(math.isfinite(value or 0) for value in (self.lambda_1, self.lambda_2)):
+            raise ValueError(f"lambda_1 {self.lambda_1} and lambda_2 {self.lambda_2} must be finite")
         if not set(self.sparse_layers or ()) <= set(self.kv_layers[1:]):
             raise ValueError(f"sparse_layers {self.sparse_layers} must be among {list(self.kv_layers[1:])}")
 
@@ -275,9 +277,9 @@ class GPT(nn.Module):
         if past + T > self.config.block_size:
             raise ValueError(f"{past + T} tokens do not fit into block_size {self.config.block_size}")
         if cache is not None and (past + T > cache.max_len or B != cache.batch_size):
-            raise ValueError(
-                f"{B} x {past + T} tokens do not fit into a cache for {cache.batch_size} x {cache.max_len}"
-            )
+            raise ValueError(f"{B} x {past + T} tokens do not fit a cache of {cache.batch_size} x {cache.max_len}")
+        if targets is not None and targets.shape != idx.shape:
+            raise ValueError(f"targets {tuple(targets.shape)} must have the shape of idx {(B, T)}")
         rope = self.cos[past : past + T], self.sin[past : past + T]
         mask = None  # causal; only a chunk behind cached tokens needs the mask spelled out
         if past and T > 1:
@@ -313,7 +315,6 @@ class GPT(nn.Module):
         new = list(self.stream(idx, max_new_tokens, temperature, top_k, top_p, use_cache))
         return torch.cat([idx, *new], dim=1)
 
-    @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=True):
         """
         Yield max_new_tokens ids (B, 1), each as soon as it is sampled behind idx (B, T).
@@ -324,9 +325,9 @@ class GPT(nn.Module):
         without the cache alike: so both give the same ids, and a token costs the same however long the text gets.
         Raises ValueError for ids outside the vocabulary, an empty idx, or settings outside their range.
         """
-        vocab_size, block_size = self.config.vocab_size, self.config.block_size
-        if idx.numel() == 0 or idx.min() < 0 or idx.max() >= vocab_size:
-            raise ValueError(f"idx must hold at least one token, and only ids from 0 to {vocab_size - 1}")
+        vocab_size = self.config.vocab_size
+        if idx.dim() != 2 or idx.numel() == 0 or idx.min() < 0 or idx.max() >= vocab_size:
+            raise ValueError(f"idx must be (B, T) with T at least 1, and hold only ids from 0 to {vocab_size - 1}")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
         if not 0 <= temperature < math.inf:
@@ -335,6 +336,11 @@ class GPT(nn.Module):
             raise ValueError(f"top_k must be at least 1, not {top_k}")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+        return self._stream(idx, max_new_tokens, temperature, top_k, top_p, use_cache)
+
+    @torch.no_grad()
+    def _stream(self, idx, max_new_tokens, temperature, top_k, top_p, use_cache):
+        block_size = self.config.block_size
         context = new = idx[:, -block_size:]
         cache = None
         if use_cache:

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
 
     def error(self, message):
-        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        unknown = re.search(r"unrecognized arguments:.*?\s(--?[^\s=]+)", message)
         near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
         hint = "".join(f" (did you mean {flag}?)" for flag in near)
         self.exit(2, f"error: {message}{hint}; {self.prog} --help lists all flags\n")
@@ -75,6 +75,10 @@ class Parser(argparse.ArgumentParser):
 
 def run(main):
     """Run a command line's main(): what a user can do wrong ends in one line and exit status 1, not in a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(encoding="utf-8", errors="replace")
     try:
         main()
         sys.stdout.flush()
@@ -84,6 +88,10 @@ def run(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except (MemoryError, RuntimeError) as error:  # torch reports a lack of memory as a RuntimeError
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        sys.exit("error: out of memory: use a smaller --batch_size or a smaller model")
 
 
 @contextlib.contextmanager
@@ -97,6 +105,8 @@ def replacing(path, mode="wb"):
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        raise OSError(f"{path} could not be written: {error.strerror or error}") from None
     finally:
         part.unlink(missing_ok=True)
 
@@ -107,6 +117,7 @@ def replacing_folder(folder):
     folder = Path(folder).resolve()
     part = folder.with_name(f".{folder.name}.{os.getpid()}")
     old = part.with_name(part.name + ".old")
+    shutil.rmtree(part, ignore_errors=True)  # left by a process with this number that was killed
     part.mkdir(parents=True)
     try:
         yield part
@@ -172,6 +183,9 @@ def suffix(name):
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
+WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?(\s|<!--.*?-->)*<(!doctype\s+)?html", re.IGNORECASE | re.DOTALL)
+
+
 def download(url, folder):
     """
     Return the path of a file in `folder` with what `url` holds, after downloading it unless it is there already.
@@ -180,7 +194,13 @@ def download(url, folder):
     name = Path(urllib.parse.urlsplit(url).path).name
     path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}"
     if path.exists():
-        return path
+        digest = Meter("checking")
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+        if digest.sha256.hexdigest() == SHA256.get(url, digest.sha256.hexdigest()):
+            print(f"using {path}, as it was downloaded before", file=sys.stderr)
+            return path
     print(f"downloading {url} to {path}", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -188,10 +208,12 @@ def download(url, folder):
             meter = Meter("downloading", int(response.headers.get("Content-Length", 0)))
             html = response.headers.get_content_type() == "text/html"
             while block := response.read(BLOCK):
-                if html or not meter.bytes and re.match(rb"\s*<(!doctype )?html", block, re.IGNORECASE):
+                if html or not meter.bytes and WEB_PAGE.match(block):
                     raise ValueError("the server answers with a web page instead of a text")
                 meter.update(block)
                 file.write(block)
+            if not meter.bytes:
+                raise ValueError("the server answers with nothing")
             if meter.total and meter.bytes != meter.total:
                 raise ValueError(f"it stopped after {meter.bytes:,} of {meter.total:,} bytes")
             if meter.sha256.hexdigest() != SHA256.get(url, meter.sha256.hexdigest()):

@@ -43,8 +43,9 @@ def read_prompt(args):
 def main():
     parser = Parser(description=__doc__.strip().split("\n")[0])
     parser.add_argument("--out_dir", help="run folder (default: the run below out/ that was trained last)")
-    parser.add_argument("--prompt", help="text to go on from (default: what is piped in, or else nothing)")
-    parser.add_argument("--prompt_file", help="file with the text to go on from, UTF-8")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="text to go on from (default: what is piped in, or else nothing)")
+    source.add_argument("--prompt_file", help="file with the text to go on from, UTF-8")
     parser.add_argument("--special", action="store_true", help="read <|endoftext|> in the prompt as the token, not as text")
     parser.add_argument("--num_samples", type=int, default=1, help="how many texts to write")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="longest text, in tokens")
@@ -71,7 +72,6 @@ def main():
     idx = torch.tensor([ids or [encoding.eot_token]], device=device)
 
     torch.manual_seed(args.seed)
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     count, began = 0, time.perf_counter()
     for i in range(args.num_samples):
         print("-" * 20 + "\n" if i else "", end="")

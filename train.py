@@ -4,7 +4,7 @@ Train a model of model.py on the tokens of prepare_data.py:
     python train.py                    a Transformer on the default corpus, about ten minutes on two CPU cores
     python train.py --value_residual   the same as a ResFormer
     python train.py --shared_value     the same as an SVFormer
-    python train.py --resume           go on with a run that was stopped
+    python train.py --resume --out_dir out/resformer   go on with a run that was stopped
     python train.py --help             all settings
 
 A run folder holds log.csv, the losses, and ckpt.pt, which alone is enough to sample or to resume.
@@ -14,10 +14,13 @@ import argparse
 import csv
 import dataclasses
 import math
+import os
+import shlex
 import signal
 import sys
 import time
 import typing
+import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -27,6 +30,9 @@ from torch import nn
 
 from model import GPT, GPTConfig, setting
 from prepare_data import Parser, load_dataset, replacing, run
+
+# What torch.compile makes is code: it stays in the project's own folder instead of one that all users share.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath("out/.compiled"))
 
 LOG_COLUMNS = ["iter", "tokens", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm", "tokens_per_s", "seconds"]
 
@@ -92,10 +98,14 @@ def parse_flags(argv=None):
         parser.add_argument(f"--{f.name}", type=kind, help=help, metavar=kind.__name__.upper(), **optional)
     given = vars(parser.parse_args(argv))
     model_flags = {f.name: given.pop(f.name) for f in fields(GPTConfig) if f.name in given}
+    if given.get("resume"):
+        return given, model_flags
     if not model_flags.get("value_residual"):
         for name in ("lambda_mode", "lambda_1", "lambda_2", "sparse_layers"):
-            if name in model_flags and not given.get("resume"):
+            if name in model_flags:
                 raise ValueError(f"--{name} is for the ResFormer only: add --value_residual")
+    if "sparse_layers" in model_flags and model_flags.get("lambda_mode") != "sparse":
+        raise ValueError("--sparse_layers is for --lambda_mode=sparse only")
     return given, model_flags
 
 
@@ -143,14 +153,20 @@ def load_checkpoint(path):
     """Return (model, checkpoint) from a ckpt.pt, on the CPU. No code in the file can run. ValueError if it is not one."""
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"there is no checkpoint {path}: train.py makes one")
-    with open(path, "rb") as file:
+        raise ValueError(f"there is no checkpoint {path}: train.py makes one, --out_dir names its folder")
+    with open(path, "rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-            if missing := {"optimizer", "scaler", "iter", "seconds", "settings", "meta"} - checkpoint.keys():
-                raise KeyError(missing)
             model = GPT(GPTConfig(**checkpoint["config"]))
             model.load_state_dict(checkpoint["model"])
+            Settings(**checkpoint["settings"])
+            meta = checkpoint["meta"]
+            known = meta["encoding"] and meta["sha256"] and meta["vocab_size"] == model.config.vocab_size
+            if not (known and checkpoint["iter"] >= 0 and checkpoint["seconds"] >= 0):
+                raise ValueError
+            if not {"param_groups", "state"} <= checkpoint["optimizer"].keys() or "scaler" not in checkpoint:
+                raise ValueError
         except Exception as error:  # a foreign file can fail in any way that its bytes can think of
             raise ValueError(f"{path} is not a checkpoint of train.py, or is damaged ({type(error).__name__})") from None
     return model, checkpoint
@@ -230,8 +246,8 @@ def open_log(path, step):
     rows = []
     if step and path.exists():
         with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if len(row) == len(LOG_COLUMNS)]
-        rows = [row for row in rows[1:] if int(row[0]) <= step]
+            rows = [row for row in csv.reader(file) if len(row) == len(LOG_COLUMNS) and row[0].isdecimal()]
+        rows = [row for row in rows if int(row[0]) <= step]
     with replacing(path, "w") as file:
         csv.writer(file).writerows([LOG_COLUMNS, *rows])
     return open(path, "a", newline="", encoding="utf-8")
@@ -240,7 +256,8 @@ def open_log(path, step):
 def resumed(checkpoint, path, given, model_flags, meta):
     """Check that the flags and the data are those of the run in `checkpoint`; ValueError with both values if not."""
     was = checkpoint["settings"] | checkpoint["config"] | checkpoint["meta"]
-    now = {name: given[name] for name in ("size", "dataset") if name in given} | model_flags
+    fixed = ("size", "dataset", "seed", "batch_size", "gradient_accumulation_steps")
+    now = {name: given[name] for name in fixed if name in given} | model_flags
     now |= {name: meta[name] for name in ("encoding", "vocab_size", "sha256")}
     for name, value in now.items():
         if was[name] != value:
@@ -250,7 +267,8 @@ def resumed(checkpoint, path, given, model_flags, meta):
 def main():
     given, model_flags = parse_flags()
     s = Settings(**given)
-    shape = GPTConfig.paper(s.size, **model_flags) if s.size else GPTConfig(**model_flags)
+    if not (s.resume and s.out_dir):
+        shape = GPTConfig.paper(s.size, **model_flags) if s.size else GPTConfig(**model_flags)
     out_dir = Path(s.out_dir or Path("out", model_name(shape, s.size)))
     path = out_dir / "ckpt.pt"
     model = checkpoint = None
@@ -278,26 +296,28 @@ def main():
                 f"{config.block_size} and its next token"
             )
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    if s.overwrite:
-        path.unlink(missing_ok=True)
     step = checkpoint["iter"] if s.resume else 0
     seconds = checkpoint["seconds"] if s.resume else 0.0
-    log_file = open_log(out_dir / "log.csv", step)
-    log = csv.writer(log_file)
     model.to(device)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays float32 on CUDA
     optimizer = model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if s.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
+        if checkpoint["scaler"] and scaler.is_enabled():
+            scaler.load_state_dict(checkpoint["scaler"])
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     tokens_per_step = s.batch_size * s.gradient_accumulation_steps * config.block_size
     print(f"{out_dir}: {model.num_params():,} parameters, {tokens_per_step:,} tokens per step, {device}, {dtype}")
     if s.compile:
         print("compiling (--compile=False starts at once)", flush=True)
         compile_model(model, *train_batch(train_data, s, config.block_size, step, device), s, autocast)
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if s.overwrite:
+        path.unlink(missing_ok=True)
+    log_file = open_log(out_dir / "log.csv", step)
+    log = csv.writer(log_file)
 
     stop = []  # the signal that asked to stop: the first one lets the step end, a second one acts at once
 
@@ -311,7 +331,7 @@ def main():
     signal.signal(signal.SIGTERM, on_signal)
 
     recent = []  # (loss, gradient norm) of the steps since the last log line, left on the device until then
-    began, first, since = time.time(), step, time.time()
+    began, first, since = time.perf_counter(), step, time.perf_counter()
     stopping = False
     while step < s.max_iters and not stopping:
         lr = lr_at(step, s)
@@ -343,7 +363,7 @@ def main():
                     f"step {i}: loss {loss}, gradient norm {grad_norm} at learning rate {lr_at(i - 1, s):.3g}. Try a lower "
                     f"--learning_rate, more --warmup_iters or --dtype=float32; the last checkpoint is kept"
                 )
-        now = time.time()
+        now = time.perf_counter()
         seconds += now - since
         speed = tokens_per_step * len(recent) / (now - since)
         recent.clear()
@@ -353,20 +373,24 @@ def main():
             val_loss = evaluate(model, val_data, s, config.block_size, device, autocast)
             val_bpb = val_loss / math.log(2) * meta["val"]["tokens"] / meta["val"]["bytes"]
             line += f" | val {val_loss:.4f} = {val_bpb:.4f} bits/byte"
-        left = (time.time() - began) / (step - first) * (s.max_iters - step)
-        print(f"{line} | {speed:,.0f} tokens/s | {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+        left = (time.perf_counter() - began) / (step - first) * (s.max_iters - step)
+        try:
+            print(f"{line} | {speed:,.0f} tokens/s | {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+        except BrokenPipeError:  # whoever read along has left (`| head`); the training goes on
+            sys.stdout = open(os.devnull, "w")
         log.writerow([step, step * tokens_per_step, loss, val_loss, val_bpb, lr, grad_norm, round(speed), round(seconds, 2)])
         log_file.flush()
         if evaluating or stopping:
+            os.fsync(log_file.fileno())  # so that the log is never behind the checkpoint
             save_checkpoint(
                 path, model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), iter=step,
                 seconds=seconds, settings=asdict(s), config=asdict(config), meta=meta,
             )  # fmt: skip
-        since = time.time()
+        since = time.perf_counter()
     if step < s.max_iters:
-        print(f"stopped after step {step} of {s.max_iters}; go on with: python train.py --resume --out_dir {out_dir}")
+        print(f"stopped after step {step} of {s.max_iters}; go on with: python train.py --resume --out_dir {shlex.quote(str(out_dir))}")
         sys.exit(128 + stop[0])
-    print(f"done: python sample.py --out_dir {out_dir}")
+    print(f"done: python sample.py --out_dir {shlex.quote(str(out_dir))}")
 
 
 if __name__ == "__main__":
