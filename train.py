@@ -314,8 +314,6 @@ def main():
         compile_model(model, *train_batch(train_data, s, config.block_size, step, device), s, autocast)
 
     out_dir.mkdir(parents=True, exist_ok=True)
-    if s.overwrite:
-        path.unlink(missing_ok=True)
     log_file = open_log(out_dir / "log.csv", step)
     log = csv.writer(log_file)
 
@@ -351,6 +349,8 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         recent.append(torch.stack([loss, grad_norm]))
         step += 1
+        if s.overwrite and step == 1:  # the new run works, so the old one can go
+            path.unlink(missing_ok=True)
 
         evaluating = step % s.eval_interval == 0 or step == s.max_iters
         stopping = bool(stop)
