@@ -74,10 +74,11 @@ def main():
     torch.manual_seed(args.seed)
     count, began = 0, time.perf_counter()
     for i in range(args.num_samples):
+        stream = model.stream(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p)
         print("-" * 20 + "\n" if i else "", end="")
         print(prompt, end="", flush=True)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # keeps the first bytes of a character back
-        for new in model.stream(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p):
+        for new in stream:
             count += 1
             if new.item() == encoding.eot_token:
                 break
