@@ -6,6 +6,8 @@ where two ways to compute the same thing must agree.
 """
 
 import csv
+import gzip
+import http.server
 import itertools
 import json
 import math
@@ -13,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +26,7 @@ import torch.nn.functional as F
 
 from bench import MODELS, cache_ratio, decode_bytes, model_config, sequences_that_fit
 from model import GPT, LAMBDA_MODES, PAPER_SIZES, GPTConfig, KVCache, sample
-from prepare_data import get_encoding, load_dataset, prepare
+from prepare_data import SHA256, get_encoding, load_dataset, prepare
 from train import Settings, load_checkpoint, lr_at, train_batch
 
 torch.set_num_threads(1)  # for models as small as these, a second thread only waits
@@ -374,6 +377,69 @@ def test_one_document_is_cut_at_nine_tenths_and_many_are_split_at_their_mark(tmp
     assert {bytes(ids.astype(np.uint8)) for ids in (train, val)} == {b"first", b"second"}
 
 
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.txt", b"", "no text"),
+        ("a.txt", b"fine \xff", "byte 5"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2"),
+        ("a.txt.gz", gzip.compress(b"abc" * 1000)[:-9], "not a whole one"),
+        ("a.png", b"x", "a.png"),
+    ],
+)
+def test_bad_text_is_refused_and_the_dataset_before_it_kept(name, content, words, tmp_path):
+    (tmp_path / "good.txt").write_bytes(b"good text" * 10)
+    (tmp_path / name).write_bytes(content)
+    folder = prepare([tmp_path / "good.txt"], name="kept", out_dir=tmp_path / "data")
+    before = [path.read_bytes() for path in sorted(folder.iterdir())]
+    with pytest.raises(ValueError, match=words):
+        prepare([tmp_path / name], name="kept", out_dir=tmp_path / "data")
+    assert [path.read_bytes() for path in sorted(folder.iterdir())] == before
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["kept"]
+
+
+def test_a_download_ends_up_whole_or_not_at_all(tmp_path, monkeypatch):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = {"/page.txt": b" <!DOCTYPE html><html>log in"}.get(self.path, b"some text " * 10)
+            self.send_response(404 if self.path == "/missing.txt" else 200)
+            self.send_header("Content-Length", str(len(body) + (5 if self.path == "/short.txt" else 0)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setitem(SHA256, f"{url}/hash.txt", "0" * 64)
+        for name in ("missing.txt", "page.txt", "short.txt", "hash.txt"):
+            with pytest.raises(OSError, match=name):
+                prepare([f"{url}/{name}"], out_dir=tmp_path)
+            assert not list(tmp_path.rglob("*.*"))
+        meta, train, val = load_dataset(prepare([f"{url}/good.txt"], out_dir=tmp_path))
+        assert len(train) == 90 and len(val) == 10
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("val.bin", b"\0\0\0", "val.bin has 3 bytes"),
+        ("train.bin", b"\xff" * 180, "65535"),
+        ("meta.json", b"{}", "meta.json"),
+        ("meta.json", b"GIF89a", "meta.json"),
+    ],
+)
+def test_damaged_datasets_are_refused(name, content, words, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"0123456789" * 10)
+    folder = prepare([tmp_path / "a.txt"], out_dir=tmp_path)
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        load_dataset(folder)
+
+
 def test_a_batch_depends_on_seed_and_step_alone():
     data, cpu = np.arange(10_000, dtype=np.uint16), torch.device("cpu")
     x, y = train_batch(data, Settings(seed=1), 32, 5, cpu)
@@ -447,6 +513,15 @@ def test_a_killed_run_resumes_bit_for_bit(work):
     columns = ["iter", "tokens", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm"]
     whole, resumed = ([[row[c] for c in columns] for row in log(work / "out" / name)] for name in ("resformer", "killed"))
     assert resumed == whole
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(work):
+    run = work / "out" / "diverged"
+    finish(command(work, "train", *SMALL, "--max_iters=10", "--eval_interval=10", "--out_dir", run))
+    before = (run / "ckpt.pt").read_bytes()
+    resume = ["--resume", "--max_iters=30", "--learning_rate=1e30", "--grad_clip=0", "--out_dir", run]
+    _, errors = finish(command(work, "train", *resume), status=1)
+    assert "--learning_rate" in errors and (run / "ckpt.pt").read_bytes() == before
 
 
 def test_sigterm_saves_and_says_how_to_go_on(work):
