@@ -22,6 +22,7 @@ import codecs
 import contextlib
 import datetime
 import difflib
+import errno
 import gzip
 import hashlib
 import http.client
@@ -106,7 +107,9 @@ def replacing(path, mode="wb"):
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        raise OSError(f"{path} could not be written: {error.strerror or error}") from None
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise  # it names its file, or is about something else that the block does
+        raise OSError(f"{path} could not be written: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
 
@@ -193,14 +196,9 @@ def download(url, folder):
     """
     name = Path(urllib.parse.urlsplit(url).path).name
     path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name}"
-    if path.exists():
-        digest = Meter("checking")
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        if digest.sha256.hexdigest() == SHA256.get(url, digest.sha256.hexdigest()):
-            print(f"using {path}, as it was downloaded before", file=sys.stderr)
-            return path
+    if path.exists() and (url not in SHA256 or hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[url]):
+        print(f"using {path}, as it was downloaded before", file=sys.stderr)
+        return path
     print(f"downloading {url} to {path}", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -87,7 +87,7 @@ def integers(text):
     return tuple(int(number) for number in text.split(","))
 
 
-def parse_flags(argv=None):
+def parse_flags():
     """Return the flags that were given, as two dicts: fields of Settings, and fields of GPTConfig."""
     parser = Parser(description=__doc__.split("\n\n")[0], argument_default=argparse.SUPPRESS)
     for f in [*fields(Settings), *(f for f in fields(GPTConfig) if f.name != "vocab_size")]:
@@ -96,7 +96,7 @@ def parse_flags(argv=None):
         help = f.metadata["help"] + ("" if f.default is None else f" (default: {f.default})")
         optional = dict(nargs="?", const=True) if kind is boolean else {}
         parser.add_argument(f"--{f.name}", type=kind, help=help, metavar=kind.__name__.upper(), **optional)
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse_args())
     model_flags = {f.name: given.pop(f.name) for f in fields(GPTConfig) if f.name in given}
     if given.get("resume"):
         return given, model_flags
@@ -271,7 +271,6 @@ def main():
         shape = GPTConfig.paper(s.size, **model_flags) if s.size else GPTConfig(**model_flags)
     out_dir = Path(s.out_dir or Path("out", model_name(shape, s.size)))
     path = out_dir / "ckpt.pt"
-    model = checkpoint = None
     if s.resume:
         model, checkpoint = load_checkpoint(path)
         s = Settings(**checkpoint["settings"] | {"overwrite": False} | given)
