@@ -457,12 +457,13 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth():
     assert [lr_at(step, s) for step in (0, 9, 10, 60, 110)] == pytest.approx([0.1, 1.0, 1.0, 0.55, 0.1])
 
 
-def command(folder, script, *arguments, **kwargs):
-    """Start a script in `folder` as a user would, on one thread."""
+def command(folder, script, *arguments, processes=1):
+    """Start a script in `folder` as a user would, on one thread; with more processes, as torchrun does."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
     return subprocess.Popen(
-        [sys.executable, str(HERE / f"{script}.py"), *map(str, arguments)], cwd=folder, text=True, encoding="utf-8",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "LC_ALL": "C"}, **kwargs,
+        [sys.executable, *torchrun, str(HERE / f"{script}.py"), *map(str, arguments)], cwd=folder, text=True,
+        encoding="utf-8", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "LC_ALL": "C"},
     )  # fmt: skip
 
 
@@ -513,6 +514,18 @@ def test_a_killed_run_resumes_bit_for_bit(work):
     columns = ["iter", "tokens", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm"]
     whole, resumed = ([[row[c] for c in columns] for row in log(work / "out" / name)] for name in ("resformer", "killed"))
     assert resumed == whole
+
+
+def test_two_processes_train_as_one(work):
+    batch = ["--batch_size=6", "--gradient_accumulation_steps=3", "--max_iters=20", "--eval_interval=10", "--eval_iters=3"]
+    for n in (1, 2):
+        run = work / "out" / f"{n}-process"
+        finish(command(work, "train", *SMALL, *batch, "--value_residual", "--out_dir", run, processes=n))
+    one, two = (log(work / "out" / f"{n}-process") for n in (1, 2))
+    assert len(one) == len(two) == 4
+    for column in ("iter", "train_loss", "val_loss", "grad_norm"):
+        expected, found = ([float(row[column]) for row in rows if row[column]] for rows in (one, two))
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoint(work):

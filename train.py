@@ -5,6 +5,7 @@ Train a model of model.py on the tokens of prepare_data.py:
     python train.py --value_residual   the same as a ResFormer
     python train.py --shared_value     the same as an SVFormer
     python train.py --resume --out_dir out/resformer   go on with a run that was stopped
+    torchrun --standalone --nproc_per_node=2 train.py  data-parallel, in two processes
     python train.py --help             all settings
 
 A run folder holds log.csv, the losses, and ckpt.pt, which alone is enough to sample or to resume.
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from model import GPT, GPTConfig, setting
@@ -190,27 +192,48 @@ def windows(data, starts, block_size, device):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train_batch(data, s, block_size, step, device):
-    """The batch of a step, a function of (seed, step) alone: the same for every model, and after a resume."""
+def train_batch(data, s, block_size, step, device, share=slice(None)):
+    """
+    The batch of a step, a function of (seed, step) alone: the same for every model, and after a resume. Of several
+    processes each takes its `share` of the sequences.
+    """
     n = s.batch_size * s.gradient_accumulation_steps
     starts = np.random.default_rng([s.seed, step]).integers(len(data) - block_size, size=n)
-    return windows(data, starts, block_size, device)
+    return windows(data, starts[share], block_size, device)
 
 
 @torch.no_grad()
-def evaluate(model, data, s, block_size, device, autocast):
+def evaluate(model, data, s, block_size, device, autocast, share=slice(None)):
     """The mean loss in nats per token over the windows that eval_iters asks for, always the same ones."""
     count = (len(data) - 1) // block_size
     chosen = count if s.eval_iters == 0 else min(count, s.eval_iters * s.batch_size)
-    starts = np.linspace(0, count - 1, chosen).astype(np.int64) * block_size
-    losses = []
-    for i in range(0, chosen, s.batch_size):
+    starts = np.linspace(0, count - 1, chosen).astype(np.int64)[share] * block_size
+    total = torch.zeros((), device=device)
+    for i in range(0, len(starts), s.batch_size):
         part = starts[i : i + s.batch_size]
         x, y = windows(data, np.resize(part, s.batch_size), block_size, device)  # a short last batch is filled up ...
         y = y.masked_fill(torch.arange(s.batch_size, device=device)[:, None] >= len(part), -1)  # ... with no targets
         with autocast:
-            losses.append(model(x, y)[1] * len(part))
-    return torch.stack(losses).sum().item() / chosen
+            total += model(x, y)[1] * len(part)
+    return sum_over_processes(total).item() / chosen
+
+
+def sum_over_processes(x):
+    """The sum of the tensors x of all processes, for a single one x itself."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def peak_memory(device):
+    """The most bytes in use at a time so far: on CUDA in tensors, on MPS by its driver, else by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()  # the allocator keeps what it once had
+    import resource  # there is none on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def compile_model(model, x, y, s, autocast):
@@ -267,6 +290,10 @@ def resumed(checkpoint, path, given, model_flags, meta):
 def main():
     given, model_flags = parse_flags()
     s = Settings(**given)
+    rank, n_processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # from torchrun
+    share = slice(rank, None, n_processes)  # which sequences of each batch this process works on
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # the first process alone speaks and writes
     if not (s.resume and s.out_dir):
         shape = GPTConfig.paper(s.size, **model_flags) if s.size else GPTConfig(**model_flags)
     out_dir = Path(s.out_dir or Path("out", model_name(shape, s.size)))
@@ -277,6 +304,18 @@ def main():
     elif path.exists() and not s.overwrite:
         raise ValueError(f"{out_dir} holds a run: --resume goes on with it, --overwrite replaces it, --out_dir avoids it")
     device = pick_device(s.device)
+    if n_processes > 1:
+        if s.batch_size * s.gradient_accumulation_steps % n_processes:
+            raise ValueError(
+                f"batch_size {s.batch_size} x gradient_accumulation_steps {s.gradient_accumulation_steps} sequences are "
+                f"not divisible by {n_processes} processes"
+            )
+        if device.type == "cuda":
+            device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+            torch.cuda.set_device(device)
+        elif device.type == "mps":
+            raise ValueError("several processes cannot share an MPS device: use --device=cpu, or a single process")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     dtype = pick_dtype(s.dtype, device)
     meta, train_data, val_data = load_dataset(Path("data", s.dataset))
     if s.resume:
@@ -307,19 +346,23 @@ def main():
             scaler.load_state_dict(checkpoint["scaler"])
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     tokens_per_step = s.batch_size * s.gradient_accumulation_steps * config.block_size
-    print(f"{out_dir}: {model.num_params():,} parameters, {tokens_per_step:,} tokens per step, {device}, {dtype}")
+    print(f"{out_dir}: {model.num_params():,} parameters, {tokens_per_step:,} tokens per step, {device}, {dtype}, {n_processes} process{'es' * (n_processes > 1)}")
     if s.compile:
         print("compiling (--compile=False starts at once)", flush=True)
-        compile_model(model, *train_batch(train_data, s, config.block_size, step, device), s, autocast)
+        compile_model(model, *train_batch(train_data, s, config.block_size, step, device, share), s, autocast)
+    parallel = model  # the model whose backward pass averages the gradients over all processes
+    if n_processes > 1:
+        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    out_dir.mkdir(parents=True, exist_ok=True)
-    log_file = open_log(out_dir / "log.csv", step)
+    if rank == 0:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    log_file = open_log(out_dir / "log.csv", step) if rank == 0 else open(os.devnull, "w")
     log = csv.writer(log_file)
 
-    stop = []  # the signal that asked to stop: the first one lets the step end, a second one acts at once
+    stop = torch.zeros(1, dtype=torch.int)  # a signal that asked to stop: the step ends first; a second one acts at once
 
     def on_signal(number, frame):
-        stop.append(number)
+        stop[0] = number
         print("stopping after this step; a second signal stops at once", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -334,11 +377,14 @@ def main():
         lr = lr_at(step, s)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        x, y = train_batch(train_data, s, config.block_size, step, device)
+        x, y = train_batch(train_data, s, config.block_size, step, device, share)
         loss = torch.zeros((), device=device)
-        for x_part, y_part in zip(x.split(s.batch_size), y.split(s.batch_size)):
+        for i in range(0, len(x), s.batch_size):
+            x_part, y_part = x[i : i + s.batch_size], y[i : i + s.batch_size]
+            if n_processes > 1:
+                parallel.require_backward_grad_sync = i + s.batch_size >= len(x)  # once per step, behind the last part
             with autocast:
-                part = model(x_part, y_part)[1] / s.gradient_accumulation_steps
+                part = parallel(x_part, y_part)[1] * (len(x_part) / len(x))
             scaler.scale(part).backward()
             loss += part.detach()
         scaler.unscale_(optimizer)
@@ -348,14 +394,15 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         recent.append(torch.stack([loss, grad_norm]))
         step += 1
-        if s.overwrite and step == 1:  # the new run works, so the old one can go
+        if s.overwrite and step == 1 and rank == 0:  # the new run works, so the old one can go
             path.unlink(missing_ok=True)
 
         evaluating = step % s.eval_interval == 0 or step == s.max_iters
-        stopping = bool(stop)
+        stopping = sum_over_processes(stop.clone()).item() > 0
         if not (evaluating or stopping or step % s.log_interval == 0):
             continue
-        for i, (loss, grad_norm) in enumerate(torch.stack(recent).tolist(), start=step - len(recent) + 1):
+        logged = sum_over_processes(torch.stack(recent)) / n_processes
+        for i, (loss, grad_norm) in enumerate(logged.tolist(), start=step - len(recent) + 1):
             # an infinite gradient under float16 is the scaler's business: it skips the step and lowers its scale
             if not math.isfinite(loss) or not (math.isfinite(grad_norm) or scaler.is_enabled()):
                 raise ValueError(
@@ -369,7 +416,7 @@ def main():
         val_loss = val_bpb = ""
         line = f"iter {step:5}/{s.max_iters} | loss {loss:.4f}"
         if evaluating:
-            val_loss = evaluate(model, val_data, s, config.block_size, device, autocast)
+            val_loss = evaluate(model, val_data, s, config.block_size, device, autocast, share)
             val_bpb = val_loss / math.log(2) * meta["val"]["tokens"] / meta["val"]["bytes"]
             line += f" | val {val_loss:.4f} = {val_bpb:.4f} bits/byte"
         left = (time.perf_counter() - began) / (step - first) * (s.max_iters - step)
@@ -379,16 +426,17 @@ def main():
             sys.stdout = open(os.devnull, "w")
         log.writerow([step, step * tokens_per_step, loss, val_loss, val_bpb, lr, grad_norm, round(speed), round(seconds, 2)])
         log_file.flush()
-        if evaluating or stopping:
+        if (evaluating or stopping) and rank == 0:
             os.fsync(log_file.fileno())  # so that the log is never behind the checkpoint
             save_checkpoint(
                 path, model=model.state_dict(), optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), iter=step,
                 seconds=seconds, settings=asdict(s), config=asdict(config), meta=meta,
             )  # fmt: skip
         since = time.perf_counter()
+    print(f"peak memory {peak_memory(device) / 2**20:,.0f} MiB{' per process' * (n_processes > 1)}")
     if step < s.max_iters:
         print(f"stopped after step {step} of {s.max_iters}; go on with: python train.py --resume --out_dir {shlex.quote(str(out_dir))}")
-        sys.exit(128 + stop[0])
+        sys.exit(128 + (stop.item() or signal.SIGTERM))
     print(f"done: python sample.py --out_dir {shlex.quote(str(out_dir))}")
 
 
