@@ -1,15 +1,17 @@
 """
-Measure what the shared value saves:
+Measure the models against each other, a table per subcommand:
 
-    python bench.py                                    KV cache and speed of eight models, in about two minutes
+    python bench.py                                    KV cache and decode speed, in about two minutes
     python bench.py --block_size 512 2048 --compile    ... at two contexts, with a compiled decode step
-    python bench.py --help                             all settings
+    python bench.py train                              time and memory of a training step
+    python bench.py train --help                       all settings of a table
 
-It needs no checkpoint and no data: the weights are random, since neither memory nor speed depends on them.
+Neither needs a checkpoint or data: the weights are random, since neither memory nor speed depends on them.
 """
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import sys
@@ -18,10 +20,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import nn
 
-from model import GPT, GPTConfig, KVCache, store_by_columns
+from model import GPT, LAMBDA_MODES, GPTConfig, KVCache, store_by_columns
 from prepare_data import Parser, replacing, run
-from train import pick_device, pick_dtype
+from train import Settings, boolean, compile_model, peak_memory, pick_device, pick_dtype, train_step
 
 MODELS = {  # flags of GPTConfig; GQA has a quarter of the heads, CLA (kv_share) two layers per K and V
     "Transformer": {},
@@ -189,8 +192,16 @@ def speed_range(speeds):
     return f"{median(speeds):.1f} ({min(speeds):.1f}..{max(speeds):.1f})"
 
 
-def print_table(rows, args):
-    """Print the rows of `measure` as an aligned Markdown table, below a line that says how they were measured."""
+def print_table(columns):
+    """Print {title: cells} as an aligned Markdown table, the first column to the left and all others to the right."""
+    widths = [max(map(len, [title, *cells])) for title, cells in columns.items()]
+    lines = [columns, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *zip(*columns.values())]
+    for first, *others in lines:
+        print("|", " | ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]), "|")
+
+
+def print_kv(rows, args):
+    """Print the rows of `measure` as a table, below a line that says how they were measured."""
     context, copied = rows[0]["block_size"], rows[0]["copy_bytes_per_s"]
     mode = f"{args.dtype}, {args.device}, {'compiled' if args.compile else 'eager'}".replace("torch.", "")
     print(f"\n{args.size}, {mode}, batch {rows[0]['batch_size']}, context {context:,}, of which {args.new_tokens} decoded;")
@@ -210,10 +221,7 @@ def print_table(rows, args):
     }
     if args.device.type == "cuda":
         columns["peak bytes"] = [f"{r['cuda_peak_bytes']:,}" for r in rows]
-    widths = [max(map(len, [title, *cells])) for title, cells in columns.items()]
-    lines = [columns, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])], *zip(*columns.values())]
-    for first, *others in lines:
-        print("|", " | ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]), "|")
+    print_table(columns)
 
 
 def plot(rows, path):
@@ -239,6 +247,38 @@ def plot(rows, path):
     figure.tight_layout()
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=120)
+
+
+def check_files(args):
+    """ValueError before the work begins if what --json and --plot ask for cannot be written."""
+    for path in filter(None, (args.json, args.plot)):
+        if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
+            raise ValueError(f"cannot write {path}")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+
+
+def show_progress(total):
+    """Return a function that is told of work as it is done, until it makes `total`, and shows the time left."""
+    done, start = 0, time.time()
+
+    def progress(work):
+        nonlocal done
+        done += work
+        left = (time.time() - start) * (total - done) / done
+        end = "\n" if done == total else ""
+        print(f"\r{done / total:4.0%}, about {left:.0f} s left   ", end=end, file=sys.stderr, flush=True)
+
+    return progress
+
+
+def write_json(rows, args):
+    """Write the figures of a table to --json, with the settings and the versions that they were measured with."""
+    if args.json:
+        about = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        about |= {"threads": torch.get_num_threads()} | {name: str(value) for name, value in vars(args).items()}
+        with replacing(args.json, "w") as file:
+            json.dump({**about, "rows": rows}, file, indent=1)
 
 
 def compiler_works(device):
@@ -270,41 +310,154 @@ def kv(argv):
         raise ValueError("batch_size, new_tokens and repeats must be at least 1, and budget above 0")
     if min(args.block_size) < args.new_tokens + 2:
         raise ValueError(f"block_size {min(args.block_size)} must be at least 2 more than new_tokens {args.new_tokens}")
-    for path in filter(None, (args.json, args.plot)):
-        if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
-            raise ValueError(f"cannot write {path}")
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    check_files(args)
     args.device = pick_device(args.device)
     args.dtype = pick_dtype(args.dtype, args.device)
     model_config("Transformer", args.size, 2)  # an unknown size ends here
     args.compile = args.compile and compiler_works(args.device)
 
-    total, done, start = (1 + args.repeats) * len(MODELS) * sum(args.block_size) * sum(args.batch_size), 0, time.time()
-
-    def progress(tokens):
-        nonlocal done
-        done += tokens
-        left = (time.time() - start) * (total - done) / done
-        end = "\n" if done == total else ""
-        print(f"\r{done / total:4.0%}, about {left:.0f} s left   ", end=end, file=sys.stderr, flush=True)
-
+    progress = show_progress((1 + args.repeats) * len(MODELS) * sum(args.block_size) * sum(args.batch_size))
     rows = []
     for block_size in args.block_size:
         for batch_size in args.batch_size:
             rows += measure(block_size, batch_size, args, progress)
-            print_table(rows[-len(MODELS) :], args)
-    if args.json:
-        about = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
-        about |= {"threads": torch.get_num_threads(), "device": str(args.device), "dtype": str(args.dtype)}
-        about |= {"size": args.size, "new_tokens": args.new_tokens, "compile": args.compile, "budget_gib": args.budget}
-        with replacing(args.json, "w") as file:
-            json.dump({**about, "rows": rows}, file, indent=1)
+            print_kv(rows[-len(MODELS) :], args)
+    write_json(rows, args)
     if args.plot:
         plot(rows, args.plot)
 
 
-TABLES = {"kv": kv}
+VARIANTS = {"Transformer": {}}  # flags of GPTConfig
+VARIANTS |= {f"ResFormer, {mode}": {"value_residual": True, "lambda_mode": mode} for mode in LAMBDA_MODES}
+VARIANTS |= {"SVFormer": {"shared_value": True}}
+
+
+def train_flops(model, batch_size, block_size):
+    """
+    Floating-point operations of the products in a training step: per token 6 for each weight of a matrix (2 forward, 4
+    backward), and in causal attention, which sees half of block_size on average, 6 x block_size x n_embd per layer.
+    """
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
+    attention = model.config.n_layer * block_size * model.config.n_embd
+    return 6 * (weights + attention) * batch_size * block_size
+
+
+def matmul_speed(device, dtype):
+    """FLOP/s of a product of two large square matrices: the ceiling for a training step."""
+    n = 2048 if device.type == "cpu" else 8192
+    a, b = torch.randn(2, n, n, device=device, dtype=dtype)
+    a @ b
+    synchronize(device)
+    start = time.perf_counter()
+    a @ b
+    synchronize(device)
+    return 2 * n**3 / (time.perf_counter() - start)
+
+
+class Trainee:
+    """A model with random weights, and all that train.py needs to train it."""
+
+    def __init__(self, flags, args):
+        changes = {"block_size": args.block_size} if args.block_size else {}
+        config = GPTConfig.paper(args.size, **changes, **flags) if args.size else GPTConfig(**changes, **flags)
+        self.s, self.device = Settings(batch_size=args.batch_size), args.device
+        self.model = GPT(config).to(args.device)
+        self.optimizer = self.model.optimizer(self.s.learning_rate, (self.s.beta1, self.s.beta2), self.s.weight_decay)
+        self.scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
+        self.autocast = torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
+        self.ids = torch.randint(config.vocab_size, (args.batch_size, config.block_size), device=args.device)
+        if args.compile:
+            compile_model(self.model, self.ids, self.ids, self.s, self.autocast)
+
+    def step(self):
+        """Train for a step. Returns its seconds."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        train_step(self.model, self.optimizer, self.scaler, self.ids, self.ids, self.s, self.autocast)
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+
+def step_memory(flags, args):
+    """The peak memory in bytes of a process that trains a model for two steps."""
+    trainee = Trainee(flags, args)
+    trainee.step()
+    trainee.step()
+    return peak_memory(args.device)
+
+
+def train(argv):
+    """Time and memory of a training step of each of VARIANTS, next to the Transformer's."""
+    parser = Parser(prog="bench.py train", description="Time and memory of a training step, with random tokens.")
+    parser.add_argument("--size", help="a size of the paper: 2M, 82M, 180M or 468M; without, the default of train.py")
+    parser.add_argument("--block_size", type=int, help="context length in tokens; without, that of the size")
+    parser.add_argument("--batch_size", type=int, default=Settings.batch_size, help="sequences per step")
+    parser.add_argument("--repeats", type=int, default=10, help="pairs of steps, one of the Transformer in each")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... or mps")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16")
+    parser.add_argument("--compile", type=boolean, nargs="?", const=True, default=True, help="use torch.compile")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
+    args = parser.parse_args(argv)
+    if min(args.batch_size, args.repeats, args.block_size or 1) < 1:
+        raise ValueError("block_size, batch_size and repeats must be at least 1")
+    args.plot = None
+    check_files(args)
+    args.device = pick_device(args.device)
+    args.dtype = pick_dtype(args.dtype, args.device)
+    torch.set_float32_matmul_precision("high")  # as in train.py
+
+    progress = show_progress(len(VARIANTS) * (args.repeats + 2))
+    peak = {}
+    for name, flags in VARIANTS.items():  # each in a process of its own
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            peak[name] = pool.apply(step_memory, (flags, args))
+        progress(1)
+    ceiling = []
+    first = Trainee(VARIANTS["Transformer"], args)
+    first.step()
+    rows = []
+    for name, flags in VARIANTS.items():
+        trainee = first if name == "Transformer" else Trainee(flags, args)
+        trainee.step()
+        progress(1)
+        pairs = []
+        for i in range(args.repeats):
+            ceiling.append(matmul_speed(args.device, args.dtype))
+            order = (first, trainee) if i % 2 else (trainee, first)  # so that neither always has the warmer machine
+            seconds = {one: one.step() for one in order}
+            pairs.append((seconds[first], seconds[trainee]))
+            progress(1)
+        block_size = trainee.model.config.block_size
+        row = {"model": name, "parameters": trainee.model.num_params(), "peak_bytes": peak[name]}
+        row |= {"flops": train_flops(trainee.model, args.batch_size, block_size), "pairs_of_seconds": pairs}
+        rows.append(row | {"tokens_per_step": args.batch_size * block_size})
+    for row in rows:
+        row["matmul_flops_per_s"] = median(ceiling)
+    print_train(rows, args)
+    write_json(rows, args)
+
+
+def print_train(rows, args):
+    """Print the rows of `train` as a table, below a line that says how they were measured."""
+    seconds = [median(own for _, own in r["pairs_of_seconds"]) for r in rows]
+    ratios = [[own / first for first, own in r["pairs_of_seconds"]] for r in rows]
+    ceiling = rows[0]["matmul_flops_per_s"]
+    mode = f"{args.dtype}, {args.device}, {'compiled' if args.compile else 'eager'}".replace("torch.", "")
+    print(f"\n{mode}, {args.batch_size} sequences, {rows[0]['tokens_per_step']:,} tokens per step; medians of")
+    print(f"{args.repeats} pairs of steps (smallest..largest); a matrix product runs at {ceiling / 1e9:,.0f} GFLOP/s\n")
+    columns = {
+        "model": [r["model"] for r in rows],
+        "params": [f"{r['parameters'] / 1e6:.2f}M" for r in rows],
+        "ms/step": [f"{1e3 * s:,.1f}" for s in seconds],
+        "tokens/s": [f"{r['tokens_per_step'] / s:,.0f}" for r, s in zip(rows, seconds)],
+        "step time / Transformer's": [f"{median(r):.3f} ({min(r):.3f}..{max(r):.3f})" for r in ratios],
+        "peak MiB": [f"{r['peak_bytes'] / 2**20:,.0f}" for r in rows],
+        "of product rate": [f"{r['flops'] / s / ceiling:.1%}" for r, s in zip(rows, seconds)],
+    }
+    print_table(columns)
+
+
+TABLES = {"kv": kv, "train": train}
 
 
 def main():

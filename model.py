@@ -167,6 +167,14 @@ def apply_rope(x, cos, sin):
     return x * cos.to(x.dtype) + x.roll(x.shape[-1] // 2, dims=-1) * sin.to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """W x. For the few rows of a batch that decodes, a CPU is two to three times as fast at (W x^T)^T as at x W^T."""
+
+    def forward(self, x):
+        few = x.device.type == "cpu" and 2 <= x.numel() // x.shape[-1] <= 16 and self.weight.is_contiguous()
+        return (self.weight @ x.flatten(0, -2).t()).t().reshape(*x.shape[:-1], -1) if few else super().forward(x)
+
+
 class Attention(nn.Module):
     """
     Causal self-attention of layer n, returning A_n V_n, A_n V'_n or A_n V_1 through the output projection.
@@ -182,8 +190,8 @@ class Attention(nn.Module):
         self.nk = config.kv_heads if n in config.kv_layers else 0  # heads of W^K
         self.nv = 0 if config.shared_value and n > 1 else self.nk  # heads of W^V
         # W^Q, W^K and W^V in one matrix, since one large product is faster than three small ones
-        self.qkv = nn.Linear(config.n_embd, (self.nh + self.nk + self.nv) * self.hd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.qkv = Linear(config.n_embd, (self.nh + self.nk + self.nv) * self.hd, bias=False)
+        self.proj = Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, k, v, v_1, lambdas, rope, mask, cache):
         B, T, C = x.shape
@@ -213,8 +221,8 @@ class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
         n_ffn = config.n_ffn or int(3.5 * config.n_embd)
-        self.gate_up = nn.Linear(config.n_embd, 2 * n_ffn, bias=False)
-        self.down = nn.Linear(n_ffn, config.n_embd, bias=False)
+        self.gate_up = Linear(config.n_embd, 2 * n_ffn, bias=False)
+        self.down = Linear(n_ffn, config.n_embd, bias=False)
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, n_ffn)
@@ -246,7 +254,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, n) for n in range(1, config.n_layer + 1))
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-5)
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.lambdas = Lambdas(config) if config.value_residual else None
         # RoPE: position t turns pair i by t * 10,000^(-2i / hd)
         speed = 10_000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)

@@ -23,8 +23,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from bench import MODELS, cache_ratio, decode_bytes, model_config, sequences_that_fit
+from bench import MODELS, cache_ratio, decode_bytes, model_config, sequences_that_fit, train_flops
 from model import GPT, LAMBDA_MODES, PAPER_SIZES, GPTConfig, KVCache, sample
 from prepare_data import SHA256, get_encoding, load_dataset, prepare
 from train import Settings, load_checkpoint, lr_at, train_batch
@@ -334,6 +336,15 @@ def test_bench_ratios_are_the_papers():
     assert cache_ratio(model_config("SVFormer + GQA + CLA", "82M", 64)) == 5 / 64
     assert cache_ratio(model_config("SVFormer", "468M", 64)) == 25 / 48
     assert [sequences_that_fit(budget, 100, 10) for budget in (90, 109, 110, 155)] == [0, 0, 1, 5]
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared_value": True, "n_kv_head": 2, "kv_share": 2}], ids=name)
+def test_bench_counts_the_operations_of_a_step(settings):
+    model, idx = make_model(**settings), tokens(3, 24)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(idx, targets=idx)[1].backward()
+    hidden_half = 6 * 8 * 24 * 32 * 3 * 24  # the math backend computes all of A and masks what is not causal
+    assert counter.get_total_flops() == train_flops(model, 3, 24) + hidden_half
 
 
 # --- data, training and sampling, as a user runs them ---

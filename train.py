@@ -202,6 +202,28 @@ def train_batch(data, s, block_size, step, device, share=slice(None)):
     return windows(data, starts[share], block_size, device)
 
 
+def train_step(model, optimizer, scaler, x, y, s, autocast):
+    """
+    One optimizer step on the sequences x with the targets y, both (n, block_size), s.batch_size of them at a time.
+    Returns the loss and the gradient's norm before clipping, (2,), without waiting for the device.
+    """
+    loss = torch.zeros((), device=x.device)
+    for i in range(0, len(x), s.batch_size):
+        x_part, y_part = x[i : i + s.batch_size], y[i : i + s.batch_size]
+        if dist.is_initialized():  # the processes average their gradients once, behind the last part
+            model.require_backward_grad_sync = i + s.batch_size >= len(x)
+        with autocast:
+            part = model(x_part, y_part)[1] * (len(x_part) / len(x))
+        scaler.scale(part).backward()
+        loss += part.detach()
+    scaler.unscale_(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return torch.stack([loss, grad_norm])
+
+
 @torch.no_grad()
 def evaluate(model, data, s, block_size, device, autocast, share=slice(None)):
     """The mean loss in nats per token over the windows that eval_iters asks for, always the same ones."""
@@ -378,21 +400,7 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
         x, y = train_batch(train_data, s, config.block_size, step, device, share)
-        loss = torch.zeros((), device=device)
-        for i in range(0, len(x), s.batch_size):
-            x_part, y_part = x[i : i + s.batch_size], y[i : i + s.batch_size]
-            if n_processes > 1:
-                parallel.require_backward_grad_sync = i + s.batch_size >= len(x)  # once per step, behind the last part
-            with autocast:
-                part = parallel(x_part, y_part)[1] * (len(x_part) / len(x))
-            scaler.scale(part).backward()
-            loss += part.detach()
-        scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip or math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        recent.append(torch.stack([loss, grad_norm]))
+        recent.append(train_step(parallel, optimizer, scaler, x, y, s, autocast))
         step += 1
         if s.overwrite and step == 1 and rank == 0:  # the new run works, so the old one can go
             path.unlink(missing_ok=True)
