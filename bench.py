@@ -4,27 +4,36 @@ Measure the models against each other, a table per subcommand:
     python bench.py                                    KV cache and decode speed, in about two minutes
     python bench.py --block_size 512 2048 --compile    ... at two contexts, with a compiled decode step
     python bench.py train                              time and memory of a training step
+    python bench.py loss RUN [RUN ...]                 losses of runs of train.py, the first one being the baseline
+    python bench.py attention RUN [RUN ...]            how attention concentrates in each of their layers
     python bench.py train --help                       all settings of a table
 
-Neither needs a checkpoint or data: the weights are random, since neither memory nor speed depends on them.
+The first two need no checkpoint and no data: the weights are random, since neither memory nor speed depends on them.
 """
 
+import csv
+import dataclasses
 import importlib.util
+import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from model import GPT, LAMBDA_MODES, GPTConfig, KVCache, store_by_columns
-from prepare_data import Parser, replacing, run
-from train import Settings, boolean, compile_model, peak_memory, pick_device, pick_dtype, train_step
+from prepare_data import Parser, load_dataset, replacing, run
+from train import Settings, boolean, compile_model, load_checkpoint, peak_memory, pick_device, pick_dtype, train_step, windows
 
 MODELS = {  # flags of GPTConfig; GQA has a quarter of the heads, CLA (kv_share) two layers per K and V
     "Transformer": {},
@@ -224,37 +233,46 @@ def print_kv(rows, args):
     print_table(columns)
 
 
-def plot(rows, path):
-    """Draw cache size and decode speed against the context length, a line per model and two panels per batch size."""
+def plot_kv(rows, path):
+    """Draw cache size and decode speed against the context length, two panels per batch size."""
+    panels = []
+    for batch_size in sorted({r["batch_size"] for r in rows}):
+        cache, speed = {}, {}
+        for name in MODELS:
+            mine = sorted((r["block_size"], r) for r in rows if r["model"] == name and r["batch_size"] == batch_size)
+            cache[name] = [(block_size, r["cache_bytes"] / 1e6) for block_size, r in mine]
+            speed[name] = [(block_size, median(r["decode_tokens_per_s"])) for block_size, r in mine]
+        panels.append((f"KV cache in MB, batch {batch_size}", "context length in tokens", cache))
+        panels.append((f"decoded tokens per second, batch {batch_size}", "context length in tokens", speed))
+    draw(panels, path)
+
+
+def draw(panels, path):
+    """Draw panels, each (title, label of x, {name: [(x, y), ...]}), two in a row, with one legend for all names."""
     import matplotlib.pyplot as plt  # optional, and slow to import
 
-    batch_sizes = sorted({r["batch_size"] for r in rows})
-    figure, axes = plt.subplots(len(batch_sizes), 2, figsize=(11, 4.2 * len(batch_sizes)), squeeze=False)
-    for (left, right), batch_size in zip(axes, batch_sizes):
-        for name, style in zip(MODELS, ("o-", "x:", "s-", "^--", "v-", "D--", "P-", "*-")):
-            mine = [r for r in rows if r["model"] == name and r["batch_size"] == batch_size]
-            mine.sort(key=lambda r: r["block_size"])
-            contexts = [r["block_size"] for r in mine]
-            left.plot(contexts, [r["cache_bytes"] / 1e6 for r in mine], style, label=name)
-            right.plot(contexts, [median(r["decode_tokens_per_s"]) for r in mine], style, label=name)
-        left.set(title=f"KV cache, batch {batch_size}", ylabel="MB", yscale="log")
-        right.set(title=f"Decoding, batch {batch_size}", ylabel="tokens per second", ylim=(0, None))
-        for panel in (left, right):
-            panel.set_xscale("log", base=2)
-            panel.set(xlabel="context length in tokens", xticks=contexts, xticklabels=contexts)
-            panel.grid(alpha=0.3)
+    rows = (len(panels) + 1) // 2
+    figure, axes = plt.subplots(rows, 2, figsize=(11, 4 * rows), squeeze=False)
+    for axis, (title, label, lines) in zip(axes.flat, panels):
+        for (name, points), style in zip(lines.items(), itertools.cycle(("o-", "x:", "s-", "^--", "v-", "D--", "P-", "*-"))):
+            axis.plot(*zip(*points), style, markersize=4 if len(points) < 50 else 0, label=name)
+        axis.set(title=title, xlabel=label)
+        axis.xaxis.get_major_locator().set_params(integer=label == "layer")
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=120)
 
 
-def check_files(args):
-    """ValueError before the work begins if what --json and --plot ask for cannot be written."""
-    for path in filter(None, (args.json, args.plot)):
+def check_files(*paths, plot=None):
+    """ValueError, before the work begins, for a file that cannot be written, or a plot without matplotlib."""
+    for path in filter(None, (*paths, plot)):
         if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
             raise ValueError(f"cannot write {path}")
-    if args.plot and not importlib.util.find_spec("matplotlib"):
+    if plot and not importlib.util.find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
 
 
@@ -310,7 +328,7 @@ def kv(argv):
         raise ValueError("batch_size, new_tokens and repeats must be at least 1, and budget above 0")
     if min(args.block_size) < args.new_tokens + 2:
         raise ValueError(f"block_size {min(args.block_size)} must be at least 2 more than new_tokens {args.new_tokens}")
-    check_files(args)
+    check_files(args.json, plot=args.plot)
     args.device = pick_device(args.device)
     args.dtype = pick_dtype(args.dtype, args.device)
     model_config("Transformer", args.size, 2)  # an unknown size ends here
@@ -324,7 +342,7 @@ def kv(argv):
             print_kv(rows[-len(MODELS) :], args)
     write_json(rows, args)
     if args.plot:
-        plot(rows, args.plot)
+        plot_kv(rows, args.plot)
 
 
 VARIANTS = {"Transformer": {}}  # flags of GPTConfig
@@ -400,8 +418,7 @@ def train(argv):
     args = parser.parse_args(argv)
     if min(args.batch_size, args.repeats, args.block_size or 1) < 1:
         raise ValueError("block_size, batch_size and repeats must be at least 1")
-    args.plot = None
-    check_files(args)
+    check_files(args.json)
     args.device = pick_device(args.device)
     args.dtype = pick_dtype(args.dtype, args.device)
     torch.set_float32_matmul_precision("high")  # as in train.py
@@ -457,7 +474,197 @@ def print_train(rows, args):
     print_table(columns)
 
 
-TABLES = {"kv": kv, "train": train}
+class Run:
+    """A finished run of train.py. ValueError if there is none in `folder`, or one that is not finished."""
+
+    def __init__(self, folder):
+        self.model, self.checkpoint = load_checkpoint(Path(folder, "ckpt.pt"))
+        self.settings = Settings(**self.checkpoint["settings"])
+        self.name = Path(folder).resolve().name
+        with open(Path(folder, "log.csv"), newline="", encoding="utf-8") as file:
+            self.log = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(file)]
+        if not self.log or not self.log[-1]["iter"] == self.checkpoint["iter"] >= self.settings.max_iters:
+            raise ValueError(f"{folder} is not finished: python train.py --resume --out_dir {folder}")
+        self.last = self.log[-1]
+        self.validated = [row for row in self.log if not math.isnan(row["val_loss"])]
+        self.speed = median(row["tokens_per_s"] for row in self.log)
+
+    def what(self):
+        """What was trained, but for the seed: runs for which this is equal differ by chance alone."""
+        apart = dict(seed=0, out_dir=None, size=None, resume=False, overwrite=False)
+        return self.model.config, dataclasses.replace(self.settings, **apart)
+
+    def figures(self):
+        """A row of results.csv."""
+        config, s, last = self.model.config, self.settings, self.last
+        kind = "ResFormer" if config.value_residual else "SVFormer" if config.shared_value else "Transformer"
+        row = {"run": self.name, "model": kind, "variant": config.lambda_mode if config.value_residual else ""}
+        row |= {"seed": s.seed, "dataset": s.dataset, "parameters": self.model.num_params(), "n_layer": config.n_layer}
+        row |= {"n_embd": config.n_embd, "block_size": config.block_size, "learning_rate": s.learning_rate}
+        row |= {"steps": s.max_iters, "tokens": int(last["tokens"]), "tokens_per_s": round(self.speed)}
+        return row | {name: round(last[name], 5) for name in ("train_loss", "val_loss", "val_bpb")}
+
+
+def tokens_to_reach(validated, loss):
+    """Tokens until the validation loss was down at `loss`, between validations by a straight line; nan if it never was."""
+    for before, after in zip(validated, validated[1:]):
+        if after["val_loss"] <= loss < before["val_loss"]:
+            part = (before["val_loss"] - loss) / (before["val_loss"] - after["val_loss"])
+            return before["tokens"] + part * (after["tokens"] - before["tokens"])
+    return math.nan
+
+
+def confidence(differences):
+    """The mean of paired differences and half the width of its 95% interval by Student's t, nan for a single one."""
+    n = len(differences)
+    t = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)[min(n, 11) - 2]  # from 12 on a bit wide
+    return mean(differences), t * stdev(differences) / math.sqrt(n) if n > 1 else math.nan
+
+
+def relative_curve(run, baseline, window=5):
+    """[(step, training loss minus the baseline's at that step)], a mean over `window` lines of the log."""
+    theirs = {row["iter"]: row["train_loss"] for row in baseline.log}
+    points = [(row["iter"], row["train_loss"] - theirs[row["iter"]]) for row in run.log if row["iter"] in theirs]
+    parts = [points[i : i + window] for i in range(len(points) - window + 1)]
+    return [(part[window // 2][0], mean(difference for _, difference in part)) for part in parts]
+
+
+def loss(argv):
+    """The losses of trained runs, next to those of the first one's model with the same seeds."""
+    parser = Parser(prog="bench.py loss", description="Losses of runs; those that differ in nothing but --seed are one row.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py; the first one's model is the baseline")
+    parser.add_argument("--csv", metavar="FILE", help="write a row per run to FILE, keeping the rows of other runs in it")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the losses; needs matplotlib")
+    args = parser.parse_args(argv)
+    check_files(args.csv, plot=args.plot)
+    runs = [Run(folder) for folder in args.runs]
+    groups = []
+    for run in runs:
+        group = next((group for group in groups if group[0].what() == run.what()), None)
+        groups.append([run]) if group is None else group.append(run)
+    baseline = {run.settings.seed: run for run in groups[0]}
+    rows, curves, relative = [], {}, {}
+    for group in groups:
+        name = group[0].name.removesuffix(f"-{group[0].settings.seed}")
+        final = [run.last["val_loss"] for run in group]
+        spread = f" ({min(final):.4f}..{max(final):.4f})" if len(group) > 1 else ""
+        row = {"model": name, "params": f"{group[0].model.num_params() / 1e6:.3f}M", "seeds": f"{len(group)}"}
+        row |= {"tokens": f"{group[0].last['tokens'] / 1e6:.2f}M", "validation loss, nats": f"{mean(final):.4f}{spread}"}
+        row |= {"bits/byte": f"{mean(run.last['val_bpb'] for run in group):.4f}"}
+        pairs = [(run, baseline[run.settings.seed]) for run in group if run.settings.seed in baseline]
+        if pairs:
+            difference, margin = confidence([run.last["val_loss"] - other.last["val_loss"] for run, other in pairs])
+            needed = [tokens_to_reach(run.validated, other.last["val_loss"]) / other.last["tokens"] for run, other in pairs]
+            row |= {"difference": f"{difference:+.4f} ± {margin:.4f}".removesuffix(" ± nan")}
+            row |= {"tokens saved": "-" if math.isnan(mean(needed)) else f"{1 - mean(needed):.1%}"}
+            row |= {"speed": f"{mean(run.speed / other.speed for run, other in pairs):.2f}x"}
+            relative[name] = relative_curve(*pairs[0])
+        curves[name] = [(step["tokens"] / 1e6, step["val_loss"]) for step in group[0].validated]
+        rows.append(row)
+    print_table({title: [row.get(title, "-") for row in rows] for title in rows[0]})
+    print("\nlambda_{n,1}/lambda_{n,2} of the layers n >= 2, as they ended:" * any(run.model.lambdas for run in runs))
+    for run in runs:
+        if run.model.lambdas:
+            print(f"{run.name}:", " ".join(f"{first:.2f}/{own:.2f}" for first, own in run.model.lambdas().values()))
+    if args.csv:
+        write_csv([run.figures() for run in runs], args.csv)
+    if args.plot:
+        first = next(iter(curves))
+        draw([("validation loss, nats", "million tokens", curves), (f"training loss minus {first}'s", "step", relative)], args.plot)
+
+
+def write_csv(rows, path):
+    """Write rows to the CSV file at `path`, in place of those of the same runs and behind those of others."""
+    rows = {row["run"]: row for row in rows}
+    titles = list(next(iter(rows.values())))
+    if Path(path).exists():
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = {row["run"]: row for row in csv.DictReader(file)} | rows
+    with replacing(path, "w") as file:
+        writer = csv.DictWriter(file, titles, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows.values())
+
+
+MEASURES = ["entropy", "importance of token 1", "value norm", "hidden norm", "similarity"]
+
+
+class AttentionInputs(TorchFunctionMode):
+    """Inside this context, `calls` collects what each layer's attention is given: q, k and v, (B, nh or nkv, T, hd)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.calls.append(args[:3])
+        return func(*args, **kwargs or {})
+
+
+@torch.no_grad()
+def concentration(model, idx):
+    """
+    How much attention concentrates on few tokens, and what this does to the states (arXiv 2410.17897): (MEASURES, n_layer),
+    means over the sequences idx (B, T). Norms are those of the first token's state relative to the mean of the others'.
+    """
+    hidden = []
+    hooks = [block.register_forward_hook(lambda block, args, out: hidden.append(out[0])) for block in model.blocks]
+    with AttentionInputs() as inputs:
+        model(idx)
+    for hook in hooks:
+        hook.remove()
+    T = idx.shape[1]
+    future = torch.ones(T, T, dtype=torch.bool, device=idx.device).triu(1)
+
+    def first_norm(states):  # (B, T, C) to (B,)
+        norms = states.norm(dim=-1)
+        return norms[:, 0] / norms[:, 1:].mean(1)
+
+    layers = []
+    for (q, k, v), h in zip(inputs.calls, hidden):
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(2, 3) / math.sqrt(q.shape[3])
+        a = scores.masked_fill(future, -math.inf).softmax(-1).mean((1, 2))  # (B, T): importance, the means of A's columns
+        direction = F.normalize(h, dim=-1)
+        similarity = (direction.sum(1).square().sum(-1) - T) / (T * (T - 1))  # the mean over all pairs i != j
+        v = v.transpose(1, 2).flatten(2)  # (B, T, nkv * hd)
+        entropy = torch.special.entr(a / a.sum(-1, keepdim=True)).sum(-1)
+        layers.append(torch.stack([entropy, a[:, 0], first_norm(v), first_norm(h), similarity]).mean(1))
+    return torch.stack(layers, dim=1)
+
+
+def attention(argv):
+    """The attention-concentration measures of trained runs, per layer."""
+    parser = Parser(prog="bench.py attention", description="How attention concentrates in each layer, on validation text.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py")
+    parser.add_argument("--sequences", type=int, default=64, help="windows of validation text, spread evenly")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... or mps")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the measures; needs matplotlib")
+    args = parser.parse_args(argv)
+    if args.sequences < 1:
+        raise ValueError(f"sequences must be at least 1, not {args.sequences}")
+    check_files(plot=args.plot)
+    device = pick_device(args.device)
+    panels = {measure: {} for measure in MEASURES}
+    for run in [Run(folder) for folder in args.runs]:
+        folder, block_size = Path("data", run.settings.dataset), run.model.config.block_size
+        meta, _, data = load_dataset(folder)
+        if meta["sha256"] != run.checkpoint["meta"]["sha256"]:
+            raise ValueError(f"{folder} is not the data that {run.name} was trained on")
+        starts = np.linspace(0, len(data) - block_size - 1, args.sequences).astype(np.int64)
+        idx, _ = windows(data, starts, block_size, device)
+        model = run.model.to(device)
+        means = torch.stack([concentration(model, sequence) for sequence in idx.split(1)]).mean(0).tolist()
+        print(f"\n{run.name}: means over {len(idx)} sequences of {block_size} tokens; norms are token 1's over the others'\n")
+        cells = {measure: [f"{value:.3f}" for value in values] for measure, values in zip(MEASURES, means)}
+        print_table({"layer": [str(n + 1) for n in range(len(means[0]))]} | cells)
+        for measure, values in zip(MEASURES, means):
+            panels[measure][run.name] = list(enumerate(values, start=1))
+    if args.plot:
+        draw([(measure, "layer", lines) for measure, lines in panels.items()], args.plot)
+
+
+TABLES = {"kv": kv, "train": train, "loss": loss, "attention": attention}
 
 
 def main():

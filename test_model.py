@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import MODELS, cache_ratio, decode_bytes, model_config, sequences_that_fit, train_flops
+import bench
 from model import GPT, LAMBDA_MODES, PAPER_SIZES, GPTConfig, KVCache, sample
 from prepare_data import SHA256, get_encoding, load_dataset, prepare
-from train import Settings, load_checkpoint, lr_at, train_batch
+from train import LOG_COLUMNS, Settings, load_checkpoint, lr_at, train_batch
 
 torch.set_num_threads(1)  # for models as small as these, a second thread only waits
 HERE = Path(__file__).parent
@@ -319,23 +319,23 @@ def test_tokens_that_do_not_fit_are_refused_with_their_numbers():
 # --- the arithmetic of bench.py ---
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", bench.MODELS)
 def test_bench_counts_what_the_tensors_occupy(name):
-    config = model_config(name, "2M", 64)
+    config = bench.model_config(name, "2M", 64)
     model, cache = GPT(config), KVCache(config, 3, 64)
-    whole = KVCache(model_config("Transformer", "2M", 64), 3, 64)
-    assert cache.nbytes / whole.nbytes == cache_ratio(config)
+    whole = KVCache(bench.model_config("Transformer", "2M", 64), 3, 64)
+    assert cache.nbytes / whole.nbytes == bench.cache_ratio(config)
     read_or_written = [p for p in model.parameters() if p is not model.embed.weight]
     read_or_written += [model.embed.weight[:3], *(buffer[:, :, :11] for buffer in (*cache.k, *cache.v))]
     expected = sum(tensor.numel() * 4 for tensor in read_or_written)
-    assert decode_bytes(config, model.num_params(), batch_size=3, past=10, itemsize=4) == expected
+    assert bench.decode_bytes(config, model.num_params(), batch_size=3, past=10, itemsize=4) == expected
 
 
 def test_bench_ratios_are_the_papers():
-    assert cache_ratio(model_config("SVFormer", "82M", 64)) == 0.5625
-    assert cache_ratio(model_config("SVFormer + GQA + CLA", "82M", 64)) == 5 / 64
-    assert cache_ratio(model_config("SVFormer", "468M", 64)) == 25 / 48
-    assert [sequences_that_fit(budget, 100, 10) for budget in (90, 109, 110, 155)] == [0, 0, 1, 5]
+    assert bench.cache_ratio(bench.model_config("SVFormer", "82M", 64)) == 0.5625
+    assert bench.cache_ratio(bench.model_config("SVFormer + GQA + CLA", "82M", 64)) == 5 / 64
+    assert bench.cache_ratio(bench.model_config("SVFormer", "468M", 64)) == 25 / 48
+    assert [bench.sequences_that_fit(budget, 100, 10) for budget in (90, 109, 110, 155)] == [0, 0, 1, 5]
 
 
 @pytest.mark.parametrize("settings", [{}, {"shared_value": True, "n_kv_head": 2, "kv_share": 2}], ids=name)
@@ -344,7 +344,58 @@ def test_bench_counts_the_operations_of_a_step(settings):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(idx, targets=idx)[1].backward()
     hidden_half = 6 * 8 * 24 * 32 * 3 * 24  # the math backend computes all of A and masks what is not causal
-    assert counter.get_total_flops() == train_flops(model, 3, 24) + hidden_half
+    assert counter.get_total_flops() == bench.train_flops(model, 3, 24) + hidden_half
+
+
+@pytest.mark.parametrize("kind", [{}, {"n_kv_head": 2, "value_residual": True}], ids=name)
+@torch.no_grad()
+def test_bench_measures_the_papers_attention_concentration(kind):
+    model, row = make_model(**kind), tokens(1, 12)[0]
+    T, hd, nkv = 12, model.config.head_dim, model.config.kv_heads
+    x = paper_norm(model.embed.weight[row], model.blocks[0].norm_1.weight)
+    rows = model.blocks[0].attn.qkv.weight.split(hd)
+    importance = torch.zeros(T)
+    for i in range(4):
+        scores = paper_rope(x @ rows[i].T) @ paper_rope(x @ rows[4 + i * nkv // 4].T).T / math.sqrt(hd)
+        importance += (scores + torch.full((T, T), -math.inf).triu(1)).softmax(1).sum(0) / (4 * T)
+    v = torch.cat([x @ rows[4 + nkv + j].T for j in range(nkv)], 1).norm(dim=1)
+    h = model.hidden(row[None], (model.cos[:T], model.sin[:T]), None, None)[0]  # behind the last layer
+    cosines = [F.cosine_similarity(h[i], h[j], dim=0).item() for i in range(T) for j in range(T) if i != j]
+    measured = bench.concentration(model, row[None])
+    entropy = -(importance * importance.log()).sum()
+    torch.testing.assert_close(measured[:3, 0], torch.stack([entropy, importance[0], v[0] / v[1:].mean()]))
+    last = torch.tensor([h[0].norm() / h[1:].norm(dim=1).mean(), sum(cosines) / len(cosines)])
+    torch.testing.assert_close(measured[3:, -1], last)
+
+
+def test_bench_compares_runs_by_seed(work, capsys):
+    """Runs that are made up: of two learning rates with two seeds each, the second reaches losses 0.1 and 0.3 lower."""
+    checkpoint = torch.load(work / "out" / "resformer" / "ckpt.pt")
+    runs = []
+    for rate, losses in ((0.1, (3.0, 4.0)), (0.2, (2.9, 3.7))):
+        for seed, last in enumerate(losses):
+            runs.append(work / "out" / f"made-{rate}-{seed}")
+            runs[-1].mkdir()
+            checkpoint["settings"] |= {"seed": seed, "learning_rate": rate}
+            torch.save(checkpoint, runs[-1] / "ckpt.pt")
+            with open(runs[-1] / "log.csv", "w", newline="") as file:
+                writer = csv.DictWriter(file, LOG_COLUMNS)
+                writer.writeheader()
+                for part, loss in ((0.5, last + 0.4), (1.0, last)):
+                    row = {"iter": 60 * part, "tokens": 1e6 * part, "tokens_per_s": 100 / rate}
+                    writer.writerow(row | dict.fromkeys(("train_loss", "val_loss", "val_bpb"), loss))
+    bench.loss([*map(str, runs), "--csv", str(work / "runs.csv")])
+    table = capsys.readouterr().out.splitlines()
+    difference, margin = bench.confidence([-0.1, -0.3])
+    assert difference == pytest.approx(-0.2) and margin == pytest.approx(12.706 * 0.1)  # t for one degree of freedom
+    saved = (0.5 * 0.1 / 0.4 + 0.5 * 0.3 / 0.4) / 2  # on straight lines from 0.5M to 1M tokens
+    for words in ("made-0.2", "(2.9000..3.7000)", f"{difference:+.4f} ± {margin:.4f}", f"{saved:.1%}", "0.50x"):
+        assert words in table[3]
+    bench.loss([str(runs[0]), "--csv", str(work / "runs.csv")])  # rows of other runs stay
+    with open(work / "runs.csv", newline="") as file:
+        assert [(row["run"], float(row["val_loss"])) for row in csv.DictReader(file)] == [
+            (run.name, loss) for run, loss in zip(runs, (3.0, 4.0, 2.9, 3.7))
+        ]
 
 
 # --- data, training and sampling, as a user runs them ---
