@@ -240,6 +240,20 @@ def evaluate(model, data, s, block_size, device, autocast, share=slice(None)):
     return sum_over_processes(total).item() / chosen
 
 
+def join_processes(s, device, n_processes):
+    """Join the other processes of torchrun. Returns this one's device. ValueError if they cannot share the work."""
+    sequences = s.batch_size * s.gradient_accumulation_steps
+    if sequences % n_processes:
+        raise ValueError(f"the {sequences} sequences of a step are not divisible by {n_processes} processes")
+    if device.type == "mps":
+        raise ValueError("several processes cannot share an MPS device: use --device=cpu, or a single process")
+    if device.type == "cuda":
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def sum_over_processes(x):
     """The sum of the tensors x of all processes, for a single one x itself."""
     if dist.is_initialized():
@@ -298,6 +312,21 @@ def open_log(path, step):
     return open(path, "a", newline="", encoding="utf-8")
 
 
+def await_signal():
+    """Return a tensor that is 0 until SIGINT or SIGTERM comes, then its number. A second signal acts at once."""
+    stop = torch.zeros((), dtype=torch.int)
+
+    def on_signal(number, frame):
+        stop.fill_(number)
+        print("stopping after this step; a second signal stops at once", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    return stop
+
+
 def resumed(checkpoint, path, given, model_flags, meta):
     """Check that the flags and the data are those of the run in `checkpoint`; ValueError with both values if not."""
     was = checkpoint["settings"] | checkpoint["config"] | checkpoint["meta"]
@@ -327,17 +356,7 @@ def main():
         raise ValueError(f"{out_dir} holds a run: --resume goes on with it, --overwrite replaces it, --out_dir avoids it")
     device = pick_device(s.device)
     if n_processes > 1:
-        if s.batch_size * s.gradient_accumulation_steps % n_processes:
-            raise ValueError(
-                f"batch_size {s.batch_size} x gradient_accumulation_steps {s.gradient_accumulation_steps} sequences are "
-                f"not divisible by {n_processes} processes"
-            )
-        if device.type == "cuda":
-            device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
-            torch.cuda.set_device(device)
-        elif device.type == "mps":
-            raise ValueError("several processes cannot share an MPS device: use --device=cpu, or a single process")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        device = join_processes(s, device, n_processes)
     dtype = pick_dtype(s.dtype, device)
     meta, train_data, val_data = load_dataset(Path("data", s.dataset))
     if s.resume:
@@ -368,7 +387,8 @@ def main():
             scaler.load_state_dict(checkpoint["scaler"])
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     tokens_per_step = s.batch_size * s.gradient_accumulation_steps * config.block_size
-    print(f"{out_dir}: {model.num_params():,} parameters, {tokens_per_step:,} tokens per step, {device}, {dtype}, {n_processes} process{'es' * (n_processes > 1)}")
+    where = f"{device}, {dtype}" + f", {n_processes} processes" * (n_processes > 1)
+    print(f"{out_dir}: {model.num_params():,} parameters, {tokens_per_step:,} tokens per step, {where}")
     if s.compile:
         print("compiling (--compile=False starts at once)", flush=True)
         compile_model(model, *train_batch(train_data, s, config.block_size, step, device, share), s, autocast)
@@ -381,17 +401,7 @@ def main():
     log_file = open_log(out_dir / "log.csv", step) if rank == 0 else open(os.devnull, "w")
     log = csv.writer(log_file)
 
-    stop = torch.zeros(1, dtype=torch.int)  # a signal that asked to stop: the step ends first; a second one acts at once
-
-    def on_signal(number, frame):
-        stop[0] = number
-        print("stopping after this step; a second signal stops at once", file=sys.stderr)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
-
+    stop = await_signal()
     recent = []  # (loss, gradient norm) of the steps since the last log line, left on the device until then
     began, first, since = time.perf_counter(), step, time.perf_counter()
     stopping = False

@@ -2,7 +2,7 @@
 # The runs behind "Does it hold?" of the README, as plain train.py commands:
 #
 #   python prepare_data.py && python prepare_data.py --dataset shakespeare
-#   bash assets/study.sh                  all parts, about nine hours on two cores
+#   bash assets/study.sh                  all parts, which is for a night and more on two cores
 #   bash assets/study.sh models context   some of them
 #
 # A run that is finished is skipped, one that was stopped goes on: start it again as often as you like.
@@ -72,6 +72,8 @@ shakespeare() {  # the CPU settings of nanoGPT's README, validated on the whole 
     done
 }
 
-for part in ${*:-models shakespeare context data width seeds long}; do
+parts="models shakespeare context data width seeds long"
+for part in ${*:-$parts}; do
+    [[ " $parts " == *" $part "* ]] || { echo "unknown part $part: choose from $parts" >&2; exit 2; }
     "$part"
 done
