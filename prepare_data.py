@@ -31,9 +31,9 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.parse
 import urllib.request
@@ -59,6 +59,11 @@ DATASETS = {  # name: its sources, and those for validation if it comes split
     "tinystories": ([TINYSTORIES + "train.txt"], [TINYSTORIES + "valid.txt"]),
 }
 SHA256 = {SHAKESPEARE: "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}
+WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?(\s|<!--.*?-->)*<(!doctype\s+)?html", re.IGNORECASE | re.DOTALL)
+
+# Splits a text where no tiktoken pattern lets a token cross or look beyond: at a single space or behind a single
+# newline, between words. The pieces encode to the same tokens as the whole.
+CUT = re.compile(r".*\S(?:(?= \w)|\n(?=\w))", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,10 +81,10 @@ class Parser(argparse.ArgumentParser):
 
 def run(main):
     """Run a command line's main(): what a user can do wrong ends in one line and exit status 1, not in a traceback."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, "w"))
-        getattr(sys, name).reconfigure(encoding="utf-8", errors="replace")
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed by the shell
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")
     try:
         main()
         sys.stdout.flush()
@@ -118,55 +123,48 @@ def replacing(path, mode="wb"):
 def replacing_folder(folder):
     """The same for a folder: make a new one beside `folder` that takes its place when the block ends well."""
     folder = Path(folder).resolve()
-    part = folder.with_name(f".{folder.name}.{os.getpid()}")
-    old = part.with_name(part.name + ".old")
-    shutil.rmtree(part, ignore_errors=True)  # left by a process with this number that was killed
-    part.mkdir(parents=True)
-    try:
-        yield part
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(part, folder)
-    finally:
-        if old.exists() and not folder.exists():
-            os.replace(old, folder)
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True) as tmp:
+        new, old = Path(tmp, "new"), Path(tmp, "old")
+        new.mkdir()
+        yield new
+        try:
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(new, folder)
+        finally:
+            if old.exists() and not folder.exists():
+                os.replace(old, folder)
 
 
 class Meter:
     """Counts and hashes the bytes that pass; if they take long, it says on standard error how far they are."""
 
     def __init__(self, task, total=None):
-        self.task, self.total = task, total
-        self.bytes, self.sha256 = 0, hashlib.sha256()
-        self.tty = sys.stderr.isatty()
-        self.start = time.monotonic()
-        self.next = self.start + (1 if self.tty else 30)  # seconds
+        self.task, self.total, self.bytes, self.sha256 = task, total, 0, hashlib.sha256()
+        # on a terminal the cursor goes back, and what comes next is written over the line
+        self.end, self.seconds = ("\r", 1) if sys.stderr.isatty() else ("\n", 30)
+        self.start = self.last = time.monotonic()
 
     def update(self, block):
         self.bytes += len(block)
         self.sha256.update(block)
         now = time.monotonic()
-        if now >= self.next:
+        if now - self.last >= self.seconds:
             line = f"{self.task}: {self.bytes / 1e6:,.0f} MB"
             if self.total:
                 left = (now - self.start) * (self.total / self.bytes - 1)
                 line += f" of {self.total / 1e6:,.0f} MB, {datetime.timedelta(seconds=int(left))} left"
-            # on a terminal the cursor goes back, and what comes next is written over the line
-            print(f"{line:<78}\r" if self.tty else f"{line}\n", end="", file=sys.stderr, flush=True)
-            self.next = now + (0.2 if self.tty else 30)
+            print(f"{line:<78}", end=self.end, file=sys.stderr, flush=True)
+            self.last = now
 
 
 def get_encoding(name):
-    """
-    Return the tiktoken.Encoding called `name`: "bytes", whose ids are the 256 bytes and 256 for EOT, needs no download;
-    the others are tiktoken's. ValueError for an unknown name, or if tiktoken cannot get at the vocabulary.
-    """
+    """Return tiktoken's encoding `name`, or "bytes": ids 0 to 255, and 256 for EOT. ValueError if it cannot be had."""
     names = ["bytes", *tiktoken.list_encoding_names()]
     if name not in names:
-        near = "".join(f" (did you mean {near}?)" for near in difflib.get_close_matches(name, names, n=1))
-        raise ValueError(f"unknown encoding {name!r}{near}: choose from {', '.join(names)}")
+        hint = "".join(f" (did you mean {near}?)" for near in difflib.get_close_matches(name, names, n=1))
+        raise ValueError(f"unknown encoding {name!r}{hint}: choose from {', '.join(names)}")
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
         return tiktoken.Encoding(name, pat_str=r"(?s:.)", mergeable_ranks=ranks, special_tokens={EOT: 256})
@@ -175,18 +173,14 @@ def get_encoding(name):
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError, AssertionError) as error:  # no network, no permission, a damaged file
-        raise ValueError(
-            f"tiktoken cannot get at the vocabulary of {name} ({type(error).__name__}): use --encoding bytes, or set "
-            "TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from None
+        ways_out = "use --encoding bytes, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+        cause = f"tiktoken cannot get at the vocabulary of {name} ({type(error).__name__})"
+        raise ValueError(f"{cause}: {ways_out}") from None
 
 
 def suffix(name):
     """The kind of a file: the last suffix of its name, in lower case, not counting .gz."""
     return Path(name.lower().removesuffix(".gz")).suffix
-
-
-WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?(\s|<!--.*?-->)*<(!doctype\s+)?html", re.IGNORECASE | re.DOTALL)
 
 
 def download(url, folder):
@@ -223,14 +217,11 @@ def download(url, folder):
 
 def walk(folder, suffixes, skip=()):
     """Return the files below `folder` with one of the suffixes, in an order that only their names decide."""
-
-    def fail(error):
-        raise error
-
-    files = []
-    for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
-        files += [path for name in sorted(names) if suffix(name) in suffixes and (path := Path(parent, name)).is_file()]
+    inside = sorted(Path(folder).iterdir())
+    files = [path for path in inside if suffix(path.name) in suffixes and path.is_file()]
+    for path in inside:
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith(".") and path.name not in skip:
+            files += walk(path, suffixes, skip)
     return files
 
 
@@ -254,83 +245,68 @@ def find(source, downloads):
     return files
 
 
-def read_bytes(path, meter, by_line):
-    """Yield the bytes of a file, unpacked, in blocks or in lines."""
+def read(path, meter, by_line):
+    """Yield the text of a file, unpacked, in blocks or in lines. ValueError if it is no UTF-8 or no whole .gz file."""
     opener = gzip.open if path.suffix.lower() == ".gz" else open
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    size = 0
     try:
         with opener(path, "rb") as file:
             while block := file.readline(MAX_LINE) if by_line else file.read(BLOCK):
                 if len(block) == MAX_LINE:
                     raise ValueError(f"{path} has a line of {MAX_LINE:,} bytes or more, too long for one document")
                 meter.update(block)
-                yield block
+                size += len(block)
+                yield decoder.decode(block)
+        decoder.decode(b"", final=True)  # does the last character lack a byte?
+    except UnicodeDecodeError as error:
+        offset = size - len(error.object) + error.start  # in the unpacked file
+        raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {offset}, counted from 0") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is no .gz file, or not a whole one: {error}") from None
 
 
-def decode(blocks, path):
-    """Yield the blocks as text. ValueError, with the offset in the unpacked file, where they are not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    read = 0
-    for block in itertools.chain(blocks, [b""]):
-        read += len(block)
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            offset = read - len(error.object) + error.start
-            raise ValueError(f"{path} is not UTF-8: {error.reason} at byte {offset}, counted from 0") from None
-        yield text
-
-
-# Splits a text where no tiktoken pattern lets a token cross or look beyond: at a single space or behind a single
-# newline, between words. The pieces encode to the same tokens as the whole.
-CUT = re.compile(r".*\S(?:(?= \w)|\n(?=\w))", re.DOTALL)
-
-
-def cut(text):
-    """Yield a text in pieces of up to PIECE characters, the last of up to twice that, split at a CUT if possible."""
-    start = 0
-    while len(text) - start > 2 * PIECE:
-        match = CUT.match(text, start, start + PIECE)
-        end = match.end() if match else start + PIECE
-        yield text[start:end]
-        start = end
-    yield text[start:]
+def parts(path, meter):
+    """Yield the text of a file in parts as (text, last), where `last` says whether a document ends behind the part."""
+    kind = suffix(path.name)
+    texts = read(path, meter, by_line=kind == ".jsonl")
+    if kind == ".jsonl":
+        for number, line in enumerate(texts, start=1):
+            if line.strip():
+                try:
+                    text = json.loads(line)["text"]
+                    str.encode(text)  # JSON can spell half a surrogate pair, which is no text
+                except (ValueError, LookupError, TypeError, RecursionError):
+                    raise ValueError(f'{path}, line {number}, is not a JSON object with a text in "text"') from None
+                yield text, True
+        return
+    rest = ""
+    for block in texts:
+        *whole, rest = (rest + block).split(EOT) if kind == ".txt" else [rest + block]
+        yield from ((document, True) for document in whole)
+        yield rest[: -len(EOT)], False  # the block may end amid an EOT
+        rest = rest[-len(EOT) :]
+    yield rest, True
 
 
 def documents(path, meter):
     """Yield the documents of a file as (first, piece), where `first` says whether a document starts with the piece."""
-
-    def pieces(text, first=True):
-        if not first or text and not text.isspace():
-            for piece in cut(text):
-                yield first, piece
-                first = False
-
-    kind = suffix(path.name)
-    texts = decode(read_bytes(path, meter, by_line=kind == ".jsonl"), path)
-    if kind == ".jsonl":
-        for number, line in enumerate(texts, start=1):
-            if line and not line.isspace():
-                try:
-                    text = json.loads(line)["text"]
-                    if re.search("[\ud800-\udfff]", text):  # JSON can spell half a surrogate pair, which is no text
-                        raise ValueError
-                except (ValueError, LookupError, TypeError, RecursionError):
-                    raise ValueError(f'{path}, line {number}, is not a JSON object with a text in "text"') from None
-                yield from pieces(text)
-        return
     first, text = True, ""
-    for block in texts:
-        *whole, text = (text + block).split(EOT) if kind == ".txt" else [text + block]
-        for document in whole:
-            yield from pieces(document, first)
-            first = True
-        *ready, text = cut(text)  # what is left is longer than EOT, of which the block may hold only a part
-        for piece in ready:
-            yield first, piece
-            first = False
-    yield from pieces(text, first)
+    for part, last in parts(path, meter):
+        text += part
+        if first and last and (not text or text.isspace()):
+            text = ""
+            continue
+        start = 0
+        while len(text) - start > 2 * PIECE:
+            match = CUT.match(text, start, start + PIECE)
+            end = match.end() if match else start + PIECE
+            yield first, text[start:end]
+            first, start = False, end
+        text = text[start:]
+        if last:
+            yield first, text
+            first, text = True, ""
 
 
 def split(files, val_files, total, characters, meter):
@@ -366,14 +342,8 @@ def encode(encoding, texts):
         return list(itertools.chain.from_iterable(ids))
 
 
-def dtype_for(vocab_size):
-    """The smallest format of the .bin files that holds all ids."""
-    return np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
-
-
-def write(folder, stream, encoding):
+def write(folder, stream, encoding, dtype):
     """Encode what `split` yields into train.bin and val.bin. Returns {split: {"tokens", "bytes", "documents"}}."""
-    dtype = dtype_for(encoding.n_vocab)
     end_of_text = np.array(encoding.eot_token, dtype).tobytes()
     counts = {name: dict(tokens=0, bytes=0, documents=0) for name in ("train", "val")}
     with replacing(folder / "train.bin") as train, replacing(folder / "val.bin") as val:
@@ -423,12 +393,13 @@ def prepare(inputs=(), dataset="python", encoding="bytes", name=None, out_dir="d
         raise ValueError(f"there is no text in {', '.join(sources)}")
     with replacing_folder(folder) as part:
         again = Meter("encoding", meter.bytes)
-        counts = write(part, split(files, val_files, total, characters, again), encoder)
+        dtype = np.dtype("uint16" if encoder.n_vocab <= 2**16 else "uint32")  # the smallest that holds all ids
+        counts = write(part, split(files, val_files, total, characters, again), encoder, dtype)
         if again.sha256.digest() != meter.sha256.digest():
             raise ValueError("the text changed while it was read: try again")
         if (least := min(count["tokens"] for count in counts.values())) < 2:
             raise ValueError(f"not enough text: a split would hold {least} tokens, and one sequence takes at least 2")
-        meta = dict(encoding=encoding, vocab_size=encoder.n_vocab, dtype=dtype_for(encoder.n_vocab).name, **counts)
+        meta = dict(encoding=encoding, vocab_size=encoder.n_vocab, dtype=dtype.name, **counts)
         meta["source"] = [*sources, *val_sources]
         meta["sha256"] = meter.sha256.hexdigest()  # of the source's files, unpacked, one behind the other
         with replacing(part / "meta.json", "w") as file:
@@ -448,18 +419,16 @@ def load_dataset(folder):
         raise ValueError(f"there is no {path}: python prepare_data.py {made} makes it")
     try:
         meta = json.loads(path.read_bytes())
-        splits = {name: meta[name]["tokens"] for name in ("train", "val")}
-        dtype = dtype_for(meta["vocab_size"])
-        counts = [*splits.values(), meta["train"]["bytes"], meta["val"]["bytes"], meta["vocab_size"]]
-        if not all(type(count) is int and count > 0 for count in counts) or meta["dtype"] != dtype.name:
-            raise ValueError
-        if not type(meta["encoding"]) is type(meta["sha256"]) is str:
+        dtype = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}[meta["dtype"]]
+        counts = [meta["vocab_size"], *(meta[name][unit] for name in ("train", "val") for unit in ("tokens", "bytes"))]
+        texts = [meta["encoding"], meta["sha256"]]
+        if {type(count) for count in counts} != {int} or min(counts) < 1 or {type(text) for text in texts} != {str}:
             raise ValueError
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(f"{path} is damaged, or not from prepare_data.py: prepare the dataset again") from None
     data = []
-    for name, tokens in splits.items():
-        path = Path(folder, f"{name}.bin")
+    for name in ("train", "val"):
+        path, tokens = Path(folder, f"{name}.bin"), meta[name]["tokens"]
         if (size := path.stat().st_size) != tokens * dtype.itemsize:
             raise ValueError(f"{path} has {size:,} bytes, not those of {tokens:,} tokens: prepare the dataset again")
         ids = np.memmap(path, dtype, mode="r")
