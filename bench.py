@@ -33,7 +33,9 @@ from torch.overrides import TorchFunctionMode
 
 from model import GPT, LAMBDA_MODES, GPTConfig, KVCache, store_by_columns
 from prepare_data import Parser, load_dataset, replacing, run
-from train import Settings, boolean, compile_model, load_checkpoint, peak_memory, pick_device, pick_dtype, train_step, windows
+from train import (
+    Settings, boolean, compile_model, load_checkpoint, peak_memory, pick_device, pick_dtype, step_tools, train_step, windows,
+)  # fmt: skip
 
 MODELS = {  # flags of GPTConfig; GQA has a quarter of the heads, CLA (kv_share) two layers per K and V
     "Transformer": {},
@@ -197,8 +199,13 @@ def measure(block_size, batch_size, args, progress):
     return rows
 
 
-def speed_range(speeds):
-    return f"{median(speeds):.1f} ({min(speeds):.1f}..{max(speeds):.1f})"
+def median_and_range(values, digits):
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
+
+
+def mode(args):
+    """How the models ran, such as "float32, cpu, eager"."""
+    return f"{args.dtype}, {args.device}, {'compiled' if args.compile else 'eager'}".removeprefix("torch.")
 
 
 def print_table(columns):
@@ -212,8 +219,8 @@ def print_table(columns):
 def print_kv(rows, args):
     """Print the rows of `measure` as a table, below a line that says how they were measured."""
     context, copied = rows[0]["block_size"], rows[0]["copy_bytes_per_s"]
-    mode = f"{args.dtype}, {args.device}, {'compiled' if args.compile else 'eager'}".replace("torch.", "")
-    print(f"\n{args.size}, {mode}, batch {rows[0]['batch_size']}, context {context:,}, of which {args.new_tokens} decoded;")
+    batch = f"batch {rows[0]['batch_size']}, context {context:,}, of which {args.new_tokens} decoded"
+    print(f"\n{args.size}, {mode(args)}, {batch};")
     print(f"median of {args.repeats} runs (slowest..fastest); copying memory moves {copied / 1e9:.1f} GB/s\n")
     columns = {
         "model": [r["model"] for r in rows],
@@ -223,7 +230,7 @@ def print_kv(rows, args):
         "measured": [f"{r['ratio_measured']:.2%}" for r in rows],
         "formula": [f"{r['ratio_by_formula']:.2%}" for r in rows],
         "prefill/s": [f"{median(r['prefill_tokens_per_s']):,.0f}" for r in rows],
-        "decode tokens/s": [speed_range(r["decode_tokens_per_s"]) for r in rows],
+        "decode tokens/s": [median_and_range(r["decode_tokens_per_s"], 1) for r in rows],
         f"in {args.budget:g} GiB": [f"{r['sequences_in_budget']:,}" for r in rows],
         "MB/step": [f"{r['decode_step_bytes'] / 1e6:.1f}" for r in rows],
         "GB/s": [f"{r['decode_bytes_per_s'] / 1e9:.1f}" for r in rows],
@@ -242,22 +249,25 @@ def plot_kv(rows, path):
             mine = sorted((r["block_size"], r) for r in rows if r["model"] == name and r["batch_size"] == batch_size)
             cache[name] = [(block_size, r["cache_bytes"] / 1e6) for block_size, r in mine]
             speed[name] = [(block_size, median(r["decode_tokens_per_s"])) for block_size, r in mine]
-        panels.append((f"KV cache in MB, batch {batch_size}", "context length in tokens", cache))
-        panels.append((f"decoded tokens per second, batch {batch_size}", "context length in tokens", speed))
+        contexts = [block_size for block_size, _ in cache["Transformer"]]
+        axis = {"xlabel": "context length in tokens", "xscale": "log", "xticks": contexts, "xticklabels": contexts}
+        panels.append((cache, axis | {"title": f"KV cache, batch {batch_size}", "ylabel": "MB", "yscale": "log"}))
+        speed_axis = {"title": f"Decoding, batch {batch_size}", "ylabel": "tokens per second", "ylim": (0, None)}
+        panels.append((speed, axis | speed_axis))
     draw(panels, path)
 
 
 def draw(panels, path):
-    """Draw panels, each (title, label of x, {name: [(x, y), ...]}), two in a row, with one legend for all names."""
+    """Draw panels, each ({name: [(x, y), ...]}, settings of matplotlib's Axes), two in a row, with one legend for all."""
     import matplotlib.pyplot as plt  # optional, and slow to import
 
     rows = (len(panels) + 1) // 2
     figure, axes = plt.subplots(rows, 2, figsize=(11, 4 * rows), squeeze=False)
-    for axis, (title, label, lines) in zip(axes.flat, panels):
+    for axis, (lines, settings) in zip(axes.flat, panels):
         for (name, points), style in zip(lines.items(), itertools.cycle(("o-", "x:", "s-", "^--", "v-", "D--", "P-", "*-"))):
             axis.plot(*zip(*points), style, markersize=4 if len(points) < 50 else 0, label=name)
-        axis.set(title=title, xlabel=label)
-        axis.xaxis.get_major_locator().set_params(integer=label == "layer")
+        axis.set(**settings)
+        axis.xaxis.set_tick_params(which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
@@ -294,9 +304,9 @@ def write_json(rows, args):
     """Write the figures of a table to --json, with the settings and the versions that they were measured with."""
     if args.json:
         about = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
-        about |= {"threads": torch.get_num_threads()} | {name: str(value) for name, value in vars(args).items()}
+        about |= {"threads": torch.get_num_threads()} | vars(args)
         with replacing(args.json, "w") as file:
-            json.dump({**about, "rows": rows}, file, indent=1)
+            json.dump({**about, "rows": rows}, file, indent=1, default=str)  # a device and a dtype as they print
 
 
 def compiler_works(device):
@@ -380,9 +390,7 @@ class Trainee:
         config = GPTConfig.paper(args.size, **changes, **flags) if args.size else GPTConfig(**changes, **flags)
         self.s, self.device = Settings(batch_size=args.batch_size), args.device
         self.model = GPT(config).to(args.device)
-        self.optimizer = self.model.optimizer(self.s.learning_rate, (self.s.beta1, self.s.beta2), self.s.weight_decay)
-        self.scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
-        self.autocast = torch.autocast(args.device.type, args.dtype, enabled=args.dtype != torch.float32)
+        self.optimizer, self.scaler, self.autocast = step_tools(self.model, self.s, args.device, args.dtype)
         self.ids = torch.randint(config.vocab_size, (args.batch_size, config.block_size), device=args.device)
         if args.compile:
             compile_model(self.model, self.ids, self.ids, self.s, self.autocast)
@@ -421,7 +429,6 @@ def train(argv):
     check_files(args.json)
     args.device = pick_device(args.device)
     args.dtype = pick_dtype(args.dtype, args.device)
-    torch.set_float32_matmul_precision("high")  # as in train.py
 
     progress = show_progress(len(VARIANTS) * (args.repeats + 2))
     peak = {}
@@ -441,7 +448,7 @@ def train(argv):
         for i in range(args.repeats):
             ceiling.append(matmul_speed(args.device, args.dtype))
             order = (first, trainee) if i % 2 else (trainee, first)  # so that neither always has the warmer machine
-            seconds = {one: one.step() for one in order}
+            seconds = {one: one.step() for one in dict.fromkeys(order)}  # the Transformer is its own pair
             pairs.append((seconds[first], seconds[trainee]))
             progress(1)
         block_size = trainee.model.config.block_size
@@ -459,15 +466,14 @@ def print_train(rows, args):
     seconds = [median(own for _, own in r["pairs_of_seconds"]) for r in rows]
     ratios = [[own / first for first, own in r["pairs_of_seconds"]] for r in rows]
     ceiling = rows[0]["matmul_flops_per_s"]
-    mode = f"{args.dtype}, {args.device}, {'compiled' if args.compile else 'eager'}".replace("torch.", "")
-    print(f"\n{mode}, {args.batch_size} sequences, {rows[0]['tokens_per_step']:,} tokens per step; medians of")
+    print(f"\n{mode(args)}, {args.batch_size} sequences, {rows[0]['tokens_per_step']:,} tokens per step; medians of")
     print(f"{args.repeats} pairs of steps (smallest..largest); a matrix product runs at {ceiling / 1e9:,.0f} GFLOP/s\n")
     columns = {
         "model": [r["model"] for r in rows],
         "params": [f"{r['parameters'] / 1e6:.2f}M" for r in rows],
         "ms/step": [f"{1e3 * s:,.1f}" for s in seconds],
         "tokens/s": [f"{r['tokens_per_step'] / s:,.0f}" for r, s in zip(rows, seconds)],
-        "step time / Transformer's": [f"{median(r):.3f} ({min(r):.3f}..{max(r):.3f})" for r in ratios],
+        "step time / Transformer's": [median_and_range(r, 3) for r in ratios],
         "peak MiB": [f"{r['peak_bytes'] / 2**20:,.0f}" for r in rows],
         "of product rate": [f"{r['flops'] / s / ceiling:.1%}" for r, s in zip(rows, seconds)],
     }
@@ -562,26 +568,31 @@ def loss(argv):
         curves[name] = [(step["tokens"] / 1e6, step["val_loss"]) for step in group[0].validated]
         rows.append(row)
     print_table({title: [row.get(title, "-") for row in rows] for title in rows[0]})
-    print("\nlambda_{n,1}/lambda_{n,2} of the layers n >= 2, as they ended:" * any(run.model.lambdas for run in runs))
-    for run in runs:
-        if run.model.lambdas:
-            print(f"{run.name}:", " ".join(f"{first:.2f}/{own:.2f}" for first, own in run.model.lambdas().values()))
+    mixing = [run for run in runs if run.model.lambdas]
+    if mixing:
+        print("\nlambda_{n,1}/lambda_{n,2} of the layers n >= 2, as they ended:")
+    for run in mixing:
+        print(f"{run.name}:", " ".join(f"{first:.2f}/{own:.2f}" for first, own in run.model.lambdas().values()))
     if args.csv:
         write_csv([run.figures() for run in runs], args.csv)
     if args.plot:
         first = next(iter(curves))
-        draw([("validation loss, nats", "million tokens", curves), (f"training loss minus {first}'s", "step", relative)], args.plot)
+        relative_axis = {"title": f"training loss minus {first}'s", "xlabel": "step"}
+        draw([(curves, {"title": "validation loss, nats", "xlabel": "million tokens"}), (relative, relative_axis)], args.plot)
 
 
 def write_csv(rows, path):
-    """Write rows to the CSV file at `path`, in place of those of the same runs and behind those of others."""
+    """Write rows to the CSV file at `path`, in place of those of the same runs. ValueError if it is another kind of file."""
     rows = {row["run"]: row for row in rows}
     titles = list(next(iter(rows.values())))
     if Path(path).exists():
         with open(path, newline="", encoding="utf-8") as file:
-            rows = {row["run"]: row for row in csv.DictReader(file)} | rows
+            reader = csv.DictReader(file)
+            if reader.fieldnames != titles:
+                raise ValueError(f"{path} has other columns than {', '.join(titles)}: name another file, or none that exists")
+            rows = {row["run"]: row for row in reader} | rows
     with replacing(path, "w") as file:
-        writer = csv.DictWriter(file, titles, extrasaction="ignore")
+        writer = csv.DictWriter(file, titles)
         writer.writeheader()
         writer.writerows(rows.values())
 
@@ -661,7 +672,9 @@ def attention(argv):
         for measure, values in zip(MEASURES, means):
             panels[measure][run.name] = list(enumerate(values, start=1))
     if args.plot:
-        draw([(measure, "layer", lines) for measure, lines in panels.items()], args.plot)
+        layers = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
+        axis = {"xlabel": "layer", "xticks": layers}
+        draw([(lines, axis | {"title": measure}) for measure, lines in panels.items()], args.plot)
 
 
 TABLES = {"kv": kv, "train": train, "loss": loss, "attention": attention}

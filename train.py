@@ -202,6 +202,14 @@ def train_batch(data, s, block_size, step, device, share=slice(None)):
     return windows(data, starts[share], block_size, device)
 
 
+def step_tools(model, s, device, dtype):
+    """Return what a `train_step` takes besides the model: its optimizer, its gradient scaler and its autocast context."""
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32 on CUDA
+    optimizer = model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    return optimizer, scaler, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 def train_step(model, optimizer, scaler, x, y, s, autocast):
     """
     One optimizer step on the sequences x with the targets y, both (n, block_size), s.batch_size of them at a time.
@@ -378,14 +386,11 @@ def main():
     step = checkpoint["iter"] if s.resume else 0
     seconds = checkpoint["seconds"] if s.resume else 0.0
     model.to(device)
-    torch.set_float32_matmul_precision("high")  # TF32 for what stays float32 on CUDA
-    optimizer = model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    optimizer, scaler, autocast = step_tools(model, s, device, dtype)
     if s.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
         if checkpoint["scaler"] and scaler.is_enabled():
             scaler.load_state_dict(checkpoint["scaler"])
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     tokens_per_step = s.batch_size * s.gradient_accumulation_steps * config.block_size
     where = f"{device}, {dtype}" + f", {n_processes} processes" * (n_processes > 1)
     print(f"{out_dir}: {model.num_params():,} parameters, {tokens_per_step:,} tokens per step, {where}")

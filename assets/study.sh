@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The runs behind "Does it hold?" of the README, as plain train.py commands:
+# A study of the paper's claims in small, as plain train.py commands; results.csv has the runs that were made so far:
 #
 #   python prepare_data.py && python prepare_data.py --dataset shakespeare
 #   bash assets/study.sh                  all parts, which is for a night and more on two cores
