@@ -303,7 +303,7 @@ def show_progress(total):
 def write_json(rows, args):
     """Write the figures of a table to --json, with the settings and the versions that they were measured with."""
     if args.json:
-        about = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        about = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor() or platform.machine()}
         about |= {"threads": torch.get_num_threads()} | vars(args)
         with replacing(args.json, "w") as file:
             json.dump({**about, "rows": rows}, file, indent=1, default=str)  # a device and a dtype as they print
@@ -494,6 +494,7 @@ class Run:
         self.last = self.log[-1]
         self.validated = [row for row in self.log if not math.isnan(row["val_loss"])]
         self.speed = median(row["tokens_per_s"] for row in self.log)
+        self.lambdas = list(self.model.lambdas().values()) if self.model.lambdas else []  # of the layers n >= 2
 
     def what(self):
         """What was trained, but for the seed: runs for which this is equal differ by chance alone."""
@@ -508,7 +509,8 @@ class Run:
         row |= {"seed": s.seed, "dataset": s.dataset, "parameters": self.model.num_params(), "n_layer": config.n_layer}
         row |= {"n_embd": config.n_embd, "block_size": config.block_size, "learning_rate": s.learning_rate}
         row |= {"steps": s.max_iters, "tokens": int(last["tokens"]), "tokens_per_s": round(self.speed)}
-        return row | {name: round(last[name], 5) for name in ("train_loss", "val_loss", "val_bpb")}
+        row |= {name: round(last[name], 5) for name in ("train_loss", "val_loss", "val_bpb")}
+        return row | {f"lambda_{i + 1}": " ".join(f"{pair[i]:.3f}" for pair in self.lambdas) for i in (0, 1)}
 
 
 def tokens_to_reach(validated, loss):
@@ -568,11 +570,11 @@ def loss(argv):
         curves[name] = [(step["tokens"] / 1e6, step["val_loss"]) for step in group[0].validated]
         rows.append(row)
     print_table({title: [row.get(title, "-") for row in rows] for title in rows[0]})
-    mixing = [run for run in runs if run.model.lambdas]
+    mixing = [run for run in runs if run.lambdas]
     if mixing:
         print("\nlambda_{n,1}/lambda_{n,2} of the layers n >= 2, as they ended:")
     for run in mixing:
-        print(f"{run.name}:", " ".join(f"{first:.2f}/{own:.2f}" for first, own in run.model.lambdas().values()))
+        print(f"{run.name}:", " ".join(f"{first:.2f}/{own:.2f}" for first, own in run.lambdas))
     if args.csv:
         write_csv([run.figures() for run in runs], args.csv)
     if args.plot:
@@ -583,18 +585,21 @@ def loss(argv):
 
 def write_csv(rows, path):
     """Write rows to the CSV file at `path`, in place of those of the same runs. ValueError if it is another kind of file."""
-    rows = {row["run"]: row for row in rows}
-    titles = list(next(iter(rows.values())))
+
+    def by_run(rows):
+        return {run: list(own) for run, own in itertools.groupby(rows, lambda row: row["run"])}
+
+    titles, runs = list(rows[0]), by_run(rows)
     if Path(path).exists():
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             if reader.fieldnames != titles:
                 raise ValueError(f"{path} has other columns than {', '.join(titles)}: name another file, or none that exists")
-            rows = {row["run"]: row for row in reader} | rows
+            runs = by_run(reader) | runs
     with replacing(path, "w") as file:
         writer = csv.DictWriter(file, titles)
         writer.writeheader()
-        writer.writerows(rows.values())
+        writer.writerows(itertools.chain(*runs.values()))
 
 
 MEASURES = ["entropy", "importance of token 1", "value norm", "hidden norm", "similarity"]
@@ -650,13 +655,14 @@ def attention(argv):
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py")
     parser.add_argument("--sequences", type=int, default=64, help="windows of validation text, spread evenly")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... or mps")
+    parser.add_argument("--csv", metavar="FILE", help="write a row per layer to FILE, keeping the rows of other runs in it")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the measures; needs matplotlib")
     args = parser.parse_args(argv)
     if args.sequences < 1:
         raise ValueError(f"sequences must be at least 1, not {args.sequences}")
-    check_files(plot=args.plot)
+    check_files(args.csv, plot=args.plot)
     device = pick_device(args.device)
-    panels = {measure: {} for measure in MEASURES}
+    panels, rows = {measure: {} for measure in MEASURES}, []
     for run in [Run(folder) for folder in args.runs]:
         folder, block_size = Path("data", run.settings.dataset), run.model.config.block_size
         meta, _, data = load_dataset(folder)
@@ -666,11 +672,15 @@ def attention(argv):
         idx, _ = windows(data, starts, block_size, device)
         model = run.model.to(device)
         means = torch.stack([concentration(model, sequence) for sequence in idx.split(1)]).mean(0).tolist()
+        for n, values in enumerate(zip(*means), start=1):
+            rows.append({"run": run.name, "layer": n} | {m: round(value, 5) for m, value in zip(MEASURES, values)})
         print(f"\n{run.name}: means over {len(idx)} sequences of {block_size} tokens; norms are token 1's over the others'\n")
         cells = {measure: [f"{value:.3f}" for value in values] for measure, values in zip(MEASURES, means)}
         print_table({"layer": [str(n + 1) for n in range(len(means[0]))]} | cells)
         for measure, values in zip(MEASURES, means):
             panels[measure][run.name] = list(enumerate(values, start=1))
+    if args.csv:
+        write_csv(rows, args.csv)
     if args.plot:
         layers = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
         axis = {"xlabel": "layer", "xticks": layers}

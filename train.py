@@ -270,13 +270,15 @@ def sum_over_processes(x):
 
 
 def peak_memory(device):
-    """The most bytes in use at a time so far: on CUDA in tensors, on MPS by its driver, else by the process."""
+    """The most bytes in use at a time so far: on CUDA in tensors, on MPS by its driver, else by the process (Windows: nan)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()  # the allocator keeps what it once had
-    import resource  # there is none on Windows
-
+    try:
+        import resource
+    except ImportError:  # there is none on Windows
+        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
