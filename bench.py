@@ -22,6 +22,8 @@ import os
 import platform
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -34,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from model import GPT, LAMBDA_MODES, GPTConfig, KVCache, store_by_columns
 from prepare_data import Parser, load_dataset, replacing, run
 from train import (
-    Settings, boolean, compile_model, load_checkpoint, peak_memory, pick_device, pick_dtype, step_tools, train_step, windows,
+    LOG_COLUMNS, Settings, boolean, compile_model, load_checkpoint, peak_memory, pick_device, pick_dtype, step_tools, train_step, windows,
 )  # fmt: skip
 
 MODELS = {  # flags of GPTConfig; GQA has a quarter of the heads, CLA (kv_share) two layers per K and V
@@ -204,6 +206,14 @@ def measure(block_size, batch_size, args, progress):
     return rows
 
 
+def pick_machine(args):
+    """Put a torch.device and a torch.dtype in place of their names. ValueError if they are not there."""
+    args.device = pick_device(args.device)
+    args.dtype = pick_dtype(args.dtype, args.device)
+    if args.device.type == "cuda":
+        torch.cuda.set_device(args.device.index or 0)  # what synchronises and counts memory then means this one
+
+
 def median_and_range(values, digits):
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}..{max(values):.{digits}f})"
 
@@ -251,9 +261,9 @@ def plot_kv(rows, path):
     for batch_size in sorted({r["batch_size"] for r in rows}):
         cache, speed = {}, {}
         for name in MODELS:
-            mine = sorted((r["block_size"], r) for r in rows if r["model"] == name and r["batch_size"] == batch_size)
-            cache[name] = [(block_size, r["cache_bytes"] / 1e6) for block_size, r in mine]
-            speed[name] = [(block_size, median(r["decode_tokens_per_s"])) for block_size, r in mine]
+            mine = [r for r in rows if r["model"] == name and r["batch_size"] == batch_size]
+            cache[name] = [(r["block_size"], r["cache_bytes"] / 1e6) for r in mine]
+            speed[name] = [(r["block_size"], median(r["decode_tokens_per_s"])) for r in mine]
         contexts = [block_size for block_size, _ in cache["Transformer"]]
         axis = {"xlabel": "context length in tokens", "xscale": "log", "xticks": contexts, "xticklabels": contexts}
         panels.append((cache, axis | {"title": f"KV cache, batch {batch_size}", "ylabel": "MB", "yscale": "log"}))
@@ -268,15 +278,20 @@ def draw(panels, path):
 
     rows = (len(panels) + 1) // 2
     figure, axes = plt.subplots(rows, 2, figsize=(11, 4 * rows), squeeze=False)
+    names = list(dict.fromkeys(name for lines, _ in panels for name in lines))
+    styles = dict(zip(names, itertools.cycle(("o-", "x:", "s-", "^--", "v-", "D--", "P-", "*-"))))
+    legend = {}
     for axis, (lines, settings) in zip(axes.flat, panels):
-        for (name, points), style in zip(lines.items(), itertools.cycle(("o-", "x:", "s-", "^--", "v-", "D--", "P-", "*-"))):
-            axis.plot(*zip(*points), style, markersize=4 if len(points) < 50 else 0, label=name)
+        for name, points in lines.items():
+            size = 4 if len(points) < 50 else 0
+            x, y = [x for x, _ in points], [y for _, y in points]
+            (legend[name],) = axis.plot(x, y, styles[name], color=f"C{names.index(name)}", markersize=size)
         axis.set(**settings)
         axis.xaxis.set_tick_params(which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    axes[0, 1].legend(legend.values(), legend, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=120)
@@ -285,7 +300,8 @@ def draw(panels, path):
 def check_files(*paths, plot=None):
     """ValueError, before the work begins, for a file that cannot be written, or a plot without matplotlib."""
     for path in filter(None, (*paths, plot)):
-        if Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK):
+        path, folder = Path(path), Path(path).parent
+        if path.exists() and not path.is_file() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {path}")
     if plot and not importlib.util.find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
@@ -326,7 +342,8 @@ def compiler_works(device):
 
 def kv(argv):
     """The KV cache and the speed of MODELS."""
-    parser = Parser(prog="bench.py kv", description="KV cache and speed of eight models with random weights.")
+    parser = Parser(prog="bench.py kv", description="KV cache and speed of eight models with random weights.",
+                    epilog="Other tables: bench.py train, bench.py loss and bench.py attention, each with a --help.")
     parser.add_argument("--size", default="82M", help="a size of the paper: 2M, 82M, 180M or 468M")
     parser.add_argument("--block_size", type=int, nargs="+", default=[1024], help="context lengths in tokens")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[1], help="sequences at a time")
@@ -339,13 +356,15 @@ def kv(argv):
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the figures; needs matplotlib")
     args = parser.parse_args(argv)
-    if not min(args.batch_size) >= 1 or not args.new_tokens >= 1 or not args.repeats >= 1 or not args.budget > 0:
-        raise ValueError("batch_size, new_tokens and repeats must be at least 1, and budget above 0")
+    if min(*args.batch_size, args.new_tokens, args.repeats) < 1:
+        raise ValueError("batch_size, new_tokens and repeats must be at least 1")
+    if not 0 < args.budget < math.inf:
+        raise ValueError(f"budget must be above 0 and finite, not {args.budget}")
+    args.block_size, args.batch_size = sorted(set(args.block_size)), sorted(set(args.batch_size))
     if min(args.block_size) < args.new_tokens + 2:
         raise ValueError(f"block_size {min(args.block_size)} must be at least 2 more than new_tokens {args.new_tokens}")
     check_files(args.json, plot=args.plot)
-    args.device = pick_device(args.device)
-    args.dtype = pick_dtype(args.dtype, args.device)
+    pick_machine(args)
     model_config("Transformer", args.size, 2)  # an unknown size ends here
     args.compile = args.compile and compiler_works(args.device)
 
@@ -429,17 +448,19 @@ def train(argv):
     parser.add_argument("--compile", type=boolean, nargs="?", const=True, default=True, help="use torch.compile")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
     args = parser.parse_args(argv)
-    if min(args.batch_size, args.repeats, args.block_size or 1) < 1:
+    if min(args.batch_size, args.repeats, 1 if args.block_size is None else args.block_size) < 1:
         raise ValueError("block_size, batch_size and repeats must be at least 1")
     check_files(args.json)
-    args.device = pick_device(args.device)
-    args.dtype = pick_dtype(args.dtype, args.device)
+    pick_machine(args)
 
     progress = show_progress(len(VARIANTS) * (args.repeats + 2))
     peak = {}
     for name, flags in VARIANTS.items():  # each in a process of its own
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            peak[name] = pool.apply(step_memory, (flags, args))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            try:
+                peak[name] = pool.submit(step_memory, flags, args).result()
+            except BrokenProcessPool:  # what a system without memory does to a process
+                raise MemoryError from None
         progress(1)
     ceiling = []
     first = Trainee(VARIANTS["Transformer"], args)
@@ -467,9 +488,13 @@ def train(argv):
 
 
 def print_train(rows, args):
-    """Print the rows of `train` as a table, below a line that says how they were measured."""
-    seconds = [median(own for _, own in r["pairs_of_seconds"]) for r in rows]
+    """
+    Print the rows of `train` as a table, below a line that says how they were measured. A model's time is that of the
+    Transformer's steps in all pairs times the model's own ratio, so that all rows are those of the same machine.
+    """
     ratios = [[own / first for first, own in r["pairs_of_seconds"]] for r in rows]
+    first = median(first for r in rows for first, _ in r["pairs_of_seconds"])  # the same machine for all rows
+    seconds = [first * median(r) for r in ratios]
     ceiling = rows[0]["matmul_flops_per_s"]
     print(f"\n{mode(args)}, {args.batch_size} sequences, {rows[0]['tokens_per_step']:,} tokens per step; medians of")
     print(f"{args.repeats} pairs of steps (smallest..largest); a matrix product runs at {ceiling / 1e9:,.0f} GFLOP/s\n")
@@ -486,17 +511,25 @@ def print_train(rows, args):
 
 
 class Run:
-    """A finished run of train.py. ValueError if there is none in `folder`, or one that is not finished."""
+    """A finished run of train.py. ValueError if there is none in `folder`, or one that is damaged or not finished."""
 
     def __init__(self, folder):
         self.model, self.checkpoint = load_checkpoint(Path(folder, "ckpt.pt"))
         self.settings = Settings(**self.checkpoint["settings"])
         self.name = Path(folder).resolve().name
-        with open(Path(folder, "log.csv"), newline="", encoding="utf-8") as file:
-            self.log = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(file)]
-        if not self.log or not self.log[-1]["iter"] == self.checkpoint["iter"] >= self.settings.max_iters:
+        if self.checkpoint["iter"] < self.settings.max_iters:
             raise ValueError(f"{folder} is not finished: python train.py --resume --out_dir {folder}")
-        self.last = self.log[-1]
+        path = Path(folder, "log.csv")
+        try:
+            with open(path, newline="", encoding="utf-8") as file:
+                self.log = [{name: float(row[name] or "nan") for name in LOG_COLUMNS} for row in csv.DictReader(file)]
+            self.last = self.log[-1]
+            used = [self.last[name] for name in ("tokens", "train_loss", "val_loss", "val_bpb")]
+            whole = all(map(math.isfinite, used)) and all(row["tokens_per_s"] > 0 for row in self.log)
+            if not (whole and self.last["iter"] == self.checkpoint["iter"]):
+                raise ValueError
+        except (ValueError, LookupError, TypeError, csv.Error):
+            raise ValueError(f"{path} is damaged or not that of ckpt.pt: repeat the run with --overwrite") from None
         self.validated = [row for row in self.log if not math.isnan(row["val_loss"])]
         self.speed = median(row["tokens_per_s"] for row in self.log)
         self.lambdas = list(self.model.lambdas().values()) if self.model.lambdas else []  # of the layers n >= 2
@@ -516,6 +549,16 @@ class Run:
         row |= {"steps": s.max_iters, "tokens": int(last["tokens"]), "tokens_per_s": round(self.speed)}
         row |= {name: round(last[name], 5) for name in ("train_loss", "val_loss", "val_bpb")}
         return row | {f"lambda_{i + 1}": " ".join(f"{pair[i]:.3f}" for pair in self.lambdas) for i in (0, 1)}
+
+
+def load_runs(folders):
+    """The runs in `folders`, whose names must differ: they stand for them in tables, plots and files."""
+    runs = {}
+    for run in map(Run, folders):
+        if run.name in runs:
+            raise ValueError(f"two runs are called {run.name}: name each run once, and rename folders of the same name")
+        runs[run.name] = run
+    return list(runs.values())
 
 
 def tokens_to_reach(validated, loss):
@@ -545,15 +588,18 @@ def relative_curve(run, baseline, window=5):
 def loss(argv):
     """The losses of trained runs, next to those of the first one's model with the same seeds."""
     parser = Parser(prog="bench.py loss", description="Losses of runs; those that differ in nothing but --seed are one row.")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py; the first one's model is the baseline")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py; the first one's model is the baseline, "
+                        "for the runs with its data and one of its seeds")
     parser.add_argument("--csv", metavar="FILE", help="write a row per run to FILE, keeping the rows of other runs in it")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the losses; needs matplotlib")
     args = parser.parse_args(argv)
     check_files(args.csv, plot=args.plot)
-    runs = [Run(folder) for folder in args.runs]
+    runs = load_runs(args.runs)
     groups = []
     for run in runs:
         group = next((group for group in groups if group[0].what() == run.what()), None)
+        if run.settings.seed in [other.settings.seed for other in group or []]:
+            raise ValueError(f"{run.name} has the settings and the seed of another run: name one of them")
         groups.append([run]) if group is None else group.append(run)
     baseline = {run.settings.seed: run for run in groups[0]}
     rows, curves, relative = [], {}, {}
@@ -565,10 +611,13 @@ def loss(argv):
         row |= {"tokens": f"{group[0].last['tokens'] / 1e6:.2f}M", "validation loss, nats": f"{mean(final):.4f}{spread}"}
         row |= {"bits/byte": f"{mean(run.last['val_bpb'] for run in group):.4f}"}
         pairs = [(run, baseline[run.settings.seed]) for run in group if run.settings.seed in baseline]
+        pairs = [(run, other) for run, other in pairs if run.checkpoint["meta"]["sha256"] == other.checkpoint["meta"]["sha256"]]
         if pairs:
             difference, margin = confidence([run.last["val_loss"] - other.last["val_loss"] for run, other in pairs])
             needed = [tokens_to_reach(run.validated, other.last["val_loss"]) / other.last["tokens"] for run, other in pairs]
             row |= {"difference": f"{difference:+.4f} ± {margin:.4f}".removesuffix(" ± nan")}
+            if len(pairs) < len(group):
+                row["difference"] += f" ({len(pairs)} of {len(group)} seeds)"
             row |= {"tokens saved": "-" if math.isnan(mean(needed)) else f"{1 - mean(needed):.1%}"}
             row |= {"speed": f"{mean(run.speed / other.speed for run, other in pairs):.2f}x"}
             relative[name] = relative_curve(*pairs[0])
@@ -597,10 +646,14 @@ def write_csv(rows, path):
     titles, runs = list(rows[0]), by_run(rows)
     if Path(path).exists():
         with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames != titles:
-                raise ValueError(f"{path} has other columns than {', '.join(titles)}: name another file, or none that exists")
-            runs = by_run(reader) | runs
+            try:
+                reader = csv.DictReader(file)
+                old = list(reader)
+            except (UnicodeDecodeError, csv.Error):
+                reader, old = None, []
+        if not reader or reader.fieldnames != titles or any(None in row for row in old):
+            raise ValueError(f"{path} has other columns than {', '.join(titles)}: name another file, or none that exists")
+        runs = by_run(old) | runs
     with replacing(path, "w") as file:
         writer = csv.DictWriter(file, titles)
         writer.writeheader()
@@ -658,7 +711,7 @@ def attention(argv):
     """The attention-concentration measures of trained runs, per layer."""
     parser = Parser(prog="bench.py attention", description="How attention concentrates in each layer, on validation text.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py")
-    parser.add_argument("--sequences", type=int, default=64, help="windows of validation text, spread evenly")
+    parser.add_argument("--sequences", type=int, default=64, help="windows of validation text, spread evenly, at most as many as fit side by side")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... or mps")
     parser.add_argument("--csv", metavar="FILE", help="write a row per layer to FILE, keeping the rows of other runs in it")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the measures; needs matplotlib")
@@ -668,12 +721,13 @@ def attention(argv):
     check_files(args.csv, plot=args.plot)
     device = pick_device(args.device)
     panels, rows = {measure: {} for measure in MEASURES}, []
-    for run in [Run(folder) for folder in args.runs]:
+    for run in load_runs(args.runs):
         folder, block_size = Path("data", run.settings.dataset), run.model.config.block_size
         meta, _, data = load_dataset(folder)
         if meta["sha256"] != run.checkpoint["meta"]["sha256"]:
             raise ValueError(f"{folder} is not the data that {run.name} was trained on")
-        starts = np.linspace(0, len(data) - block_size - 1, args.sequences).astype(np.int64)
+        count = min(args.sequences, (len(data) - 1) // block_size)
+        starts = np.linspace(0, len(data) - block_size - 1, count).astype(np.int64)
         idx, _ = windows(data, starts, block_size, device)
         model = run.model.to(device)
         means = torch.stack([concentration(model, sequence) for sequence in idx.split(1)]).mean(0).tolist()

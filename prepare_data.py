@@ -94,8 +94,8 @@ def run(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    except (MemoryError, RuntimeError) as error:  # torch reports a lack of memory as a RuntimeError
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (MemoryError, OverflowError, RuntimeError) as error:  # torch reports a lack of memory as a RuntimeError
+        if isinstance(error, RuntimeError) and not re.search("memory|overflow", str(error)):
             raise
         sys.exit("error: out of memory: use a smaller --batch_size or a smaller model")
 

@@ -391,11 +391,18 @@ def test_bench_compares_runs_by_seed(work, capsys):
     saved = (0.5 * 0.1 / 0.4 + 0.5 * 0.3 / 0.4) / 2  # on straight lines from 0.5M to 1M tokens
     for words in ("made-0.2", "(2.9000..3.7000)", f"{difference:+.4f} ± {margin:.4f}", f"{saved:.1%}", "0.50x"):
         assert words in table[3]
+    with pytest.raises(ValueError, match=f"two runs are called {runs[0].name}"):  # one seed is not two
+        bench.loss([str(runs[0]), str(runs[0])])
     bench.loss([str(runs[0]), "--csv", str(work / "runs.csv")])  # rows of other runs stay
     with open(work / "runs.csv", newline="") as file:
         assert [(row["run"], float(row["val_loss"])) for row in csv.DictReader(file)] == [
             (run.name, loss) for run, loss in zip(runs, (3.0, 4.0, 2.9, 3.7))
         ]
+    lines = (runs[0] / "log.csv").read_text().splitlines()
+    for damage in ([], lines[1:], lines[:-1], [*lines[:-1], lines[-1].replace("3.0", "x")], [*lines[:-1], lines[-1][:12]]):
+        (runs[0] / "log.csv").write_text("\n".join(damage))
+        with pytest.raises(ValueError, match="damaged"):
+            bench.loss([str(runs[0])])
 
 
 # --- data, training and sampling, as a user runs them ---
