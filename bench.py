@@ -303,6 +303,8 @@ def check_files(*paths, plot=None):
         path, folder = Path(path), Path(path).parent
         if path.exists() and not path.is_file() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {path}")
+    if plot and Path(plot).suffix != ".png":
+        raise ValueError(f"--plot draws a .png, not {plot}")
     if plot and not importlib.util.find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
 
@@ -452,6 +454,7 @@ def train(argv):
         raise ValueError("block_size, batch_size and repeats must be at least 1")
     check_files(args.json)
     pick_machine(args)
+    args.compile = args.compile and compiler_works(args.device)
 
     progress = show_progress(len(VARIANTS) * (args.repeats + 2))
     peak = {}
@@ -517,6 +520,7 @@ class Run:
         self.model, self.checkpoint = load_checkpoint(Path(folder, "ckpt.pt"))
         self.settings = Settings(**self.checkpoint["settings"])
         self.name = Path(folder).resolve().name
+        self.data = self.checkpoint["meta"]["sha256"]
         if self.checkpoint["iter"] < self.settings.max_iters:
             raise ValueError(f"{folder} is not finished: python train.py --resume --out_dir {folder}")
         path = Path(folder, "log.csv")
@@ -536,8 +540,8 @@ class Run:
 
     def what(self):
         """What was trained, but for the seed: runs for which this is equal differ by chance alone."""
-        apart = dict(seed=0, out_dir=None, size=None, resume=False, overwrite=False)
-        return self.model.config, dataclasses.replace(self.settings, **apart)
+        apart = dict(seed=0, out_dir=None, size=None, resume=False, overwrite=False, log_interval=1, compile=True, device="auto")
+        return self.model.config, self.data, dataclasses.replace(self.settings, **apart)
 
     def figures(self):
         """A row of results.csv."""
@@ -573,7 +577,7 @@ def tokens_to_reach(validated, loss):
 def confidence(differences):
     """The mean of paired differences and half the width of its 95% interval by Student's t, nan for a single one."""
     n = len(differences)
-    t = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)[min(n, 11) - 2]  # from 12 on a bit wide
+    t = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)[min(max(n, 2), 11) - 2]  # from 12 on a bit wide
     return mean(differences), t * stdev(differences) / math.sqrt(n) if n > 1 else math.nan
 
 
@@ -604,14 +608,14 @@ def loss(argv):
     baseline = {run.settings.seed: run for run in groups[0]}
     rows, curves, relative = [], {}, {}
     for group in groups:
-        name = group[0].name.removesuffix(f"-{group[0].settings.seed}")
+        name = group[0].name.removesuffix(f"-{group[0].settings.seed}" if len(group) > 1 else "")
         final = [run.last["val_loss"] for run in group]
         spread = f" ({min(final):.4f}..{max(final):.4f})" if len(group) > 1 else ""
         row = {"model": name, "params": f"{group[0].model.num_params() / 1e6:.3f}M", "seeds": f"{len(group)}"}
         row |= {"tokens": f"{group[0].last['tokens'] / 1e6:.2f}M", "validation loss, nats": f"{mean(final):.4f}{spread}"}
         row |= {"bits/byte": f"{mean(run.last['val_bpb'] for run in group):.4f}"}
         pairs = [(run, baseline[run.settings.seed]) for run in group if run.settings.seed in baseline]
-        pairs = [(run, other) for run, other in pairs if run.checkpoint["meta"]["sha256"] == other.checkpoint["meta"]["sha256"]]
+        pairs = [(run, other) for run, other in pairs if run.data == other.data]
         if pairs:
             difference, margin = confidence([run.last["val_loss"] - other.last["val_loss"] for run, other in pairs])
             needed = [tokens_to_reach(run.validated, other.last["val_loss"]) / other.last["tokens"] for run, other in pairs]
@@ -724,7 +728,7 @@ def attention(argv):
     for run in load_runs(args.runs):
         folder, block_size = Path("data", run.settings.dataset), run.model.config.block_size
         meta, _, data = load_dataset(folder)
-        if meta["sha256"] != run.checkpoint["meta"]["sha256"]:
+        if meta["sha256"] != run.data:
             raise ValueError(f"{folder} is not the data that {run.name} was trained on")
         count = min(args.sequences, (len(data) - 1) // block_size)
         starts = np.linspace(0, len(data) - block_size - 1, count).astype(np.int64)
