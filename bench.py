@@ -36,7 +36,8 @@ from torch.overrides import TorchFunctionMode
 from model import GPT, LAMBDA_MODES, GPTConfig, KVCache, store_by_columns
 from prepare_data import Parser, load_dataset, replacing, run
 from train import (
-    LOG_COLUMNS, Settings, boolean, compile_model, load_checkpoint, peak_memory, pick_device, pick_dtype, step_tools, train_step, windows,
+    LOG_COLUMNS, Settings, boolean, compile_model, load_checkpoint, peak_memory, pick_device, pick_dtype, step_tools,
+    train_step, windows,
 )  # fmt: skip
 
 MODELS = {  # flags of GPTConfig; GQA has a quarter of the heads, CLA (kv_share) two layers per K and V
@@ -614,8 +615,7 @@ def loss(argv):
         row = {"model": name, "params": f"{group[0].model.num_params() / 1e6:.3f}M", "seeds": f"{len(group)}"}
         row |= {"tokens": f"{group[0].last['tokens'] / 1e6:.2f}M", "validation loss, nats": f"{mean(final):.4f}{spread}"}
         row |= {"bits/byte": f"{mean(run.last['val_bpb'] for run in group):.4f}"}
-        pairs = [(run, baseline[run.settings.seed]) for run in group if run.settings.seed in baseline]
-        pairs = [(run, other) for run, other in pairs if run.data == other.data]
+        pairs = [(run, baseline[run.settings.seed]) for run in group if run.settings.seed in baseline and run.data == runs[0].data]
         if pairs:
             difference, margin = confidence([run.last["val_loss"] - other.last["val_loss"] for run, other in pairs])
             needed = [tokens_to_reach(run.validated, other.last["val_loss"]) / other.last["tokens"] for run, other in pairs]
@@ -651,13 +651,12 @@ def write_csv(rows, path):
     if Path(path).exists():
         with open(path, newline="", encoding="utf-8") as file:
             try:
-                reader = csv.DictReader(file)
-                old = list(reader)
+                old = list(csv.DictReader(file, titles))
             except (UnicodeDecodeError, csv.Error):
-                reader, old = None, []
-        if not reader or reader.fieldnames != titles or any(None in row for row in old):
+                old = []
+        if old[:1] != [dict(zip(titles, titles))] or any(None in row for row in old):
             raise ValueError(f"{path} has other columns than {', '.join(titles)}: name another file, or none that exists")
-        runs = by_run(old) | runs
+        runs = by_run(old[1:]) | runs
     with replacing(path, "w") as file:
         writer = csv.DictWriter(file, titles)
         writer.writeheader()
@@ -715,7 +714,7 @@ def attention(argv):
     """The attention-concentration measures of trained runs, per layer."""
     parser = Parser(prog="bench.py attention", description="How attention concentrates in each layer, on validation text.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py")
-    parser.add_argument("--sequences", type=int, default=64, help="windows of validation text, spread evenly, at most as many as fit side by side")
+    parser.add_argument("--sequences", type=int, default=64, help="windows of validation text, spread evenly; no more than fit")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... or mps")
     parser.add_argument("--csv", metavar="FILE", help="write a row per layer to FILE, keeping the rows of other runs in it")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the measures; needs matplotlib")
