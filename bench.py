@@ -522,6 +522,8 @@ class Run:
         self.settings = Settings(**self.checkpoint["settings"])
         self.name = Path(folder).resolve().name
         self.data = self.checkpoint["meta"]["sha256"]
+        count = self.settings.eval_iters * self.settings.batch_size  # 0 for the whole split
+        self.validation = self.data, self.model.config.block_size, count  # losses compare where this is equal
         if self.checkpoint["iter"] < self.settings.max_iters:
             raise ValueError(f"{folder} is not finished: python train.py --resume --out_dir {folder}")
         path = Path(folder, "log.csv")
@@ -529,13 +531,15 @@ class Run:
             with open(path, newline="", encoding="utf-8") as file:
                 self.log = [{name: float(row[name] or "nan") for name in LOG_COLUMNS} for row in csv.DictReader(file)]
             self.last = self.log[-1]
-            used = [self.last[name] for name in ("tokens", "train_loss", "val_loss", "val_bpb")]
-            whole = all(map(math.isfinite, used)) and all(row["tokens_per_s"] > 0 for row in self.log)
-            if not (whole and self.last["iter"] == self.checkpoint["iter"]):
+            used = [row[name] for row in self.log for name in ("tokens", "train_loss", "tokens_per_s")]
+            whole = all(map(math.isfinite, [*used, self.last["val_loss"], self.last["val_bpb"]]))
+            ordered = all(row["iter"] < after["iter"] for row, after in itertools.pairwise(self.log))
+            end = self.checkpoint["iter"], round(self.checkpoint["seconds"], 2)
+            if not (whole and ordered and min(used) > 0 and (self.last["iter"], self.last["seconds"]) == end):
                 raise ValueError
         except (ValueError, LookupError, TypeError, csv.Error):
             raise ValueError(f"{path} is damaged or not that of ckpt.pt: repeat the run with --overwrite") from None
-        self.validated = [row for row in self.log if not math.isnan(row["val_loss"])]
+        self.validated = [row for row in self.log if math.isfinite(row["val_loss"])]
         self.speed = median(row["tokens_per_s"] for row in self.log)
         self.lambdas = list(self.model.lambdas().values()) if self.model.lambdas else []  # of the layers n >= 2
 
@@ -553,6 +557,7 @@ class Run:
         row |= {"n_embd": config.n_embd, "block_size": config.block_size, "learning_rate": s.learning_rate}
         row |= {"steps": s.max_iters, "tokens": int(last["tokens"]), "tokens_per_s": round(self.speed)}
         row |= {name: round(last[name], 5) for name in ("train_loss", "val_loss", "val_bpb")}
+        row |= {"val_losses": " ".join(f"{row['iter']:.0f}:{row['val_loss']:.5f}" for row in self.validated)}
         return row | {f"lambda_{i + 1}": " ".join(f"{pair[i]:.3f}" for pair in self.lambdas) for i in (0, 1)}
 
 
@@ -594,7 +599,7 @@ def loss(argv):
     """The losses of trained runs, next to those of the first one's model with the same seeds."""
     parser = Parser(prog="bench.py loss", description="Losses of runs; those that differ in nothing but --seed are one row.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py; the first one's model is the baseline, "
-                        "for the runs with its data and one of its seeds")
+                        "for the runs that are validated on the same windows and have one of its seeds")
     parser.add_argument("--csv", metavar="FILE", help="write a row per run to FILE, keeping the rows of other runs in it")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the losses; needs matplotlib")
     args = parser.parse_args(argv)
@@ -606,6 +611,7 @@ def loss(argv):
         if run.settings.seed in [other.settings.seed for other in group or []]:
             raise ValueError(f"{run.name} has the settings and the seed of another run: name one of them")
         groups.append([run]) if group is None else group.append(run)
+    write_csv([run.figures() for run in runs], args.csv)
     baseline = {run.settings.seed: run for run in groups[0]}
     rows, curves, relative = [], {}, {}
     for group in groups:
@@ -615,7 +621,8 @@ def loss(argv):
         row = {"model": name, "params": f"{group[0].model.num_params() / 1e6:.3f}M", "seeds": f"{len(group)}"}
         row |= {"tokens": f"{group[0].last['tokens'] / 1e6:.2f}M", "validation loss, nats": f"{mean(final):.4f}{spread}"}
         row |= {"bits/byte": f"{mean(run.last['val_bpb'] for run in group):.4f}"}
-        pairs = [(run, baseline[run.settings.seed]) for run in group if run.settings.seed in baseline and run.data == runs[0].data]
+        alike = [run for run in group if run.settings.seed in baseline and run.validation == runs[0].validation]
+        pairs = [(run, baseline[run.settings.seed]) for run in alike]
         if pairs:
             difference, margin = confidence([run.last["val_loss"] - other.last["val_loss"] for run, other in pairs])
             needed = [tokens_to_reach(run.validated, other.last["val_loss"]) / other.last["tokens"] for run, other in pairs]
@@ -633,30 +640,36 @@ def loss(argv):
         print("\nlambda_{n,1}/lambda_{n,2} of the layers n >= 2, as they ended:")
     for run in mixing:
         print(f"{run.name}:", " ".join(f"{first:.2f}/{own:.2f}" for first, own in run.lambdas))
-    if args.csv:
-        write_csv([run.figures() for run in runs], args.csv)
     if args.plot:
         first = next(iter(curves))
         relative_axis = {"title": f"training loss minus {first}'s", "xlabel": "step"}
         draw([(curves, {"title": "validation loss, nats", "xlabel": "million tokens"}), (relative, relative_axis)], args.plot)
 
 
+def read_csv(path, titles):
+    """The rows of the CSV file at `path`, none if there is no such file. ValueError if its columns are not `titles`."""
+    if not path or not Path(path).exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        try:
+            rows = list(csv.DictReader(file, titles))
+        except (UnicodeDecodeError, csv.Error):
+            rows = []
+    if rows[:1] != [dict(zip(titles, titles))] or any(None in row for row in rows):
+        raise ValueError(f"{path} has other columns than {', '.join(titles)}: name another file, or none that exists")
+    return rows[1:]
+
+
 def write_csv(rows, path):
-    """Write rows to the CSV file at `path`, in place of those of the same runs. ValueError if it is another kind of file."""
+    """Write rows to the CSV file at `path`, if one is named, in place of those of the same runs. Errors as in `read_csv`."""
 
     def by_run(rows):
         return {run: list(own) for run, own in itertools.groupby(rows, lambda row: row["run"])}
 
-    titles, runs = list(rows[0]), by_run(rows)
-    if Path(path).exists():
-        with open(path, newline="", encoding="utf-8") as file:
-            try:
-                old = list(csv.DictReader(file, titles))
-            except (UnicodeDecodeError, csv.Error):
-                old = []
-        if old[:1] != [dict(zip(titles, titles))] or any(None in row for row in old):
-            raise ValueError(f"{path} has other columns than {', '.join(titles)}: name another file, or none that exists")
-        runs = by_run(old[1:]) | runs
+    if not path:
+        return
+    titles = list(rows[0])
+    runs = by_run(read_csv(path, titles)) | by_run(rows)
     with replacing(path, "w") as file:
         writer = csv.DictWriter(file, titles)
         writer.writeheader()
@@ -722,6 +735,7 @@ def attention(argv):
     if args.sequences < 1:
         raise ValueError(f"sequences must be at least 1, not {args.sequences}")
     check_files(args.csv, plot=args.plot)
+    read_csv(args.csv, ["run", "layer", *MEASURES])  # refused now, not after the work
     device = pick_device(args.device)
     panels, rows = {measure: {} for measure in MEASURES}, []
     for run in load_runs(args.runs):
@@ -741,8 +755,7 @@ def attention(argv):
         print_table({"layer": [str(n + 1) for n in range(len(means[0]))]} | cells)
         for measure, values in zip(MEASURES, means):
             panels[measure][run.name] = list(enumerate(values, start=1))
-    if args.csv:
-        write_csv(rows, args.csv)
+    write_csv(rows, args.csv)
     if args.plot:
         layers = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
         axis = {"xlabel": "layer", "xticks": layers}

@@ -383,6 +383,7 @@ def test_bench_compares_runs_by_seed(work, capsys):
                 writer.writeheader()
                 for part, loss in ((0.5, last + 0.4), (1.0, last)):
                     row = {"iter": 60 * part, "tokens": 1e6 * part, "tokens_per_s": 100 / rate}
+                    row["seconds"] = round(checkpoint["seconds"], 2)
                     writer.writerow(row | dict.fromkeys(("train_loss", "val_loss", "val_bpb"), loss))
     bench.loss([*map(str, runs), "--csv", str(work / "runs.csv")])
     table = capsys.readouterr().out.splitlines()
@@ -391,6 +392,10 @@ def test_bench_compares_runs_by_seed(work, capsys):
     saved = (0.5 * 0.1 / 0.4 + 0.5 * 0.3 / 0.4) / 2  # on straight lines from 0.5M to 1M tokens
     for words in ("made-0.2", "(2.9000..3.7000)", f"{difference:+.4f} ± {margin:.4f}", f"{saved:.1%}", "0.50x"):
         assert words in table[3]
+    checkpoint["settings"]["eval_iters"] += 1  # validated on other windows, which is not compared
+    torch.save(checkpoint, runs[3] / "ckpt.pt")
+    bench.loss([str(runs[1]), str(runs[3])])
+    assert [cell.strip() for cell in capsys.readouterr().out.splitlines()[3].split("|")[-4:-1]] == ["-"] * 3
     with pytest.raises(ValueError, match=f"two runs are called {runs[0].name}"):  # one seed is not two
         bench.loss([str(runs[0]), str(runs[0])])
     bench.loss([str(runs[0]), "--csv", str(work / "runs.csv")])  # rows of other runs stay
@@ -399,7 +404,8 @@ def test_bench_compares_runs_by_seed(work, capsys):
             (run.name, loss) for run, loss in zip(runs, (3.0, 4.0, 2.9, 3.7))
         ]
     lines = (runs[0] / "log.csv").read_text().splitlines()
-    for damage in ([], lines[1:], lines[:-1], [*lines[:-1], lines[-1].replace("3.0", "x")], [*lines[:-1], lines[-1][:12]]):
+    ends = (lines[-1].replace("3.0", "x"), lines[-1][:12], lines[-1] + "1")  # the last one is of a run that took longer
+    for damage in ([], lines[1:], lines[:-1], [*lines, *lines[1:]], *([*lines[:-1], end] for end in ends)):
         (runs[0] / "log.csv").write_text("\n".join(damage))
         with pytest.raises(ValueError, match="damaged"):
             bench.loss([str(runs[0])])
