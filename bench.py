@@ -327,7 +327,8 @@ def show_progress(total):
 def write_json(rows, args):
     """Write the figures of a table to --json, with the settings and the versions that they were measured with."""
     if args.json:
-        about = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor() or platform.machine()}
+        about = {"torch": torch.__version__, "python": platform.python_version()}
+        about["processor"] = platform.processor() or platform.machine()
         about |= {"threads": torch.get_num_threads()} | vars(args)
         with replacing(args.json, "w") as file:
             json.dump({**about, "rows": rows}, file, indent=1, default=str)  # a device and a dtype as they print
@@ -545,7 +546,8 @@ class Run:
 
     def what(self):
         """What was trained, but for the seed: runs for which this is equal differ by chance alone."""
-        apart = dict(seed=0, out_dir=None, size=None, resume=False, overwrite=False, log_interval=1, compile=True, device="auto")
+        apart = {"seed": 0, "out_dir": None, "size": None, "resume": False, "overwrite": False, "log_interval": 1}
+        apart |= {"compile": True, "device": "auto"}
         return self.model.config, self.data, dataclasses.replace(self.settings, **apart)
 
     def figures(self):
@@ -587,10 +589,11 @@ def confidence(differences):
     return mean(differences), t * stdev(differences) / math.sqrt(n) if n > 1 else math.nan
 
 
-def relative_curve(run, baseline, window=5):
-    """[(step, training loss minus the baseline's at that step)], a mean over `window` lines of the log."""
-    theirs = {row["iter"]: row["train_loss"] for row in baseline.log}
-    points = [(row["iter"], row["train_loss"] - theirs[row["iter"]]) for row in run.log if row["iter"] in theirs]
+def relative_curve(pairs, window=5):
+    """[(step, training loss minus the baseline's at that step)], means over pairs (run, baseline) and `window` lines of log."""
+    logs = [[{row["iter"]: row["train_loss"] for row in run.log} for run in pair] for pair in pairs]
+    steps = sorted(set.intersection(*(set(log) for pair in logs for log in pair)))
+    points = [(step, mean(own[step] - theirs[step] for own, theirs in logs)) for step in steps]
     parts = [points[i : i + window] for i in range(len(points) - window + 1)]
     return [(part[window // 2][0], mean(difference for _, difference in part)) for part in parts]
 
@@ -601,7 +604,7 @@ def loss(argv):
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a folder of train.py; the first one's model is the baseline, "
                         "for the runs that are validated on the same windows and have one of its seeds")
     parser.add_argument("--csv", metavar="FILE", help="write a row per run to FILE, keeping the rows of other runs in it")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the losses; needs matplotlib")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the losses, means over seeds; needs matplotlib")
     args = parser.parse_args(argv)
     check_files(args.csv, plot=args.plot)
     runs = load_runs(args.runs)
@@ -631,8 +634,9 @@ def loss(argv):
                 row["difference"] += f" ({len(pairs)} of {len(group)} seeds)"
             row |= {"tokens saved": "-" if math.isnan(mean(needed)) else f"{1 - mean(needed):.1%}"}
             row |= {"speed": f"{mean(run.speed / other.speed for run, other in pairs):.2f}x"}
-            relative[name] = relative_curve(*pairs[0])
-        curves[name] = [(step["tokens"] / 1e6, step["val_loss"]) for step in group[0].validated]
+            relative[name] = relative_curve(pairs)
+        steps = zip(*(run.validated for run in group))  # which a group's runs make at the same steps
+        curves[name] = [(step[0]["tokens"] / 1e6, mean(row["val_loss"] for row in step)) for step in steps]
         rows.append(row)
     print_table({title: [row.get(title, "-") for row in rows] for title in rows[0]})
     mixing = [run for run in runs if run.lambdas]

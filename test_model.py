@@ -392,6 +392,8 @@ def test_bench_compares_runs_by_seed(work, capsys):
     saved = (0.5 * 0.1 / 0.4 + 0.5 * 0.3 / 0.4) / 2  # on straight lines from 0.5M to 1M tokens
     for words in ("made-0.2", "(2.9000..3.7000)", f"{difference:+.4f} ± {margin:.4f}", f"{saved:.1%}", "0.50x"):
         assert words in table[3]
+    made = [bench.Run(run) for run in runs]
+    assert bench.relative_curve([(made[2], made[0]), (made[3], made[1])], window=2) == [(60, pytest.approx(difference))]
     checkpoint["settings"]["eval_iters"] += 1  # validated on other windows, which is not compared
     torch.save(checkpoint, runs[3] / "ckpt.pt")
     bench.loss([str(runs[1]), str(runs[3])])
