@@ -47,8 +47,9 @@ data() {  # fewer steps, each with a full schedule
     done
 }
 
-width() {  # fewer parameters
+width() {  # fewer parameters, next to a Transformer with as few
     for width in 120 112 104; do
+        train "transformer-width$width" --n_embd "$width"
         train "identity-width$width" --n_embd "$width" --value_residual --lambda_mode identity
         train "learnable-width$width" --n_embd "$width" --value_residual
     done
