@@ -498,7 +498,7 @@ def print_train(rows, args):
     Transformer's steps in all pairs times the model's own ratio, so that all rows are those of the same machine.
     """
     ratios = [[own / first for first, own in r["pairs_of_seconds"]] for r in rows]
-    first = median(first for r in rows for first, _ in r["pairs_of_seconds"])  # the same machine for all rows
+    first = median(first for r in rows for first, _ in r["pairs_of_seconds"])
     seconds = [first * median(r) for r in ratios]
     ceiling = rows[0]["matmul_flops_per_s"]
     print(f"\n{mode(args)}, {args.batch_size} sequences, {rows[0]['tokens_per_step']:,} tokens per step; medians of")
