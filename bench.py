@@ -13,7 +13,6 @@ The first two need no checkpoint and no data: the weights are random, since neit
 
 import csv
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
@@ -306,8 +305,11 @@ def check_files(*paths, plot=None):
             raise ValueError(f"cannot write {path}")
     if plot and Path(plot).suffix != ".png":
         raise ValueError(f"--plot draws a .png, not {plot}")
-    if plot and not importlib.util.find_spec("matplotlib"):
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if plot:
+        try:
+            import matplotlib.pyplot  # noqa: F401
+        except ImportError:
+            raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def show_progress(total):

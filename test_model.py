@@ -413,6 +413,12 @@ def test_bench_compares_runs_by_seed(work, capsys):
             bench.loss([str(runs[0])])
 
 
+def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import of it then fails
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        bench.check_files(plot=tmp_path / "figure.png")
+
+
 # --- data, training and sampling, as a user runs them ---
 
 TEXTS = ["plain text\n", "a\r\nb\0c", "naïve 日本語 🙂 שלום", "<|endoftext|> typed", " " * 50 + "x" * 9000, "def f():\n    return 1\n"]

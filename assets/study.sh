@@ -40,10 +40,10 @@ context() {  # SVFormer against context length (256 is in `models`), with the sa
     train svformer-half-lr --learning_rate 1e-3 --shared_value
 }
 
-data() {  # fewer steps, each with a full schedule
-    for steps in 540 480 570 420; do
+data() {  # fewer steps, each with a full schedule, for identity and the best variant of `seeds`
+    for steps in 570 540 480 420; do
         train "identity-$steps" --max_iters "$steps" --value_residual --lambda_mode identity
-        train "learnable-$steps" --max_iters "$steps" --value_residual
+        train "plus-$steps" --max_iters "$steps" --value_residual --lambda_mode plus
     done
 }
 
@@ -51,7 +51,7 @@ width() {  # fewer parameters, next to a Transformer with as few
     for width in 120 112 104; do
         train "transformer-width$width" --n_embd "$width"
         train "identity-width$width" --n_embd "$width" --value_residual --lambda_mode identity
-        train "learnable-width$width" --n_embd "$width" --value_residual
+        train "plus-width$width" --n_embd "$width" --value_residual --lambda_mode plus
     done
 }
 
@@ -59,7 +59,7 @@ long() {  # the saving of data at four times the steps
     train transformer-2400 --max_iters 2400
     for steps in 2400 2160 1920; do
         train "identity-$steps" --max_iters "$steps" --value_residual --lambda_mode identity
-        train "learnable-$steps" --max_iters "$steps" --value_residual
+        train "plus-$steps" --max_iters "$steps" --value_residual --lambda_mode plus
     done
 }
 
