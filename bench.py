@@ -303,9 +303,9 @@ def check_files(*paths, plot=None):
         path, folder = Path(path), Path(path).parent
         if path.exists() and not path.is_file() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {path}")
-    if plot and Path(plot).suffix != ".png":
-        raise ValueError(f"--plot draws a .png, not {plot}")
     if plot:
+        if Path(plot).suffix != ".png":
+            raise ValueError(f"--plot draws a .png, not {plot}")
         try:
             import matplotlib.pyplot  # noqa: F401
         except ImportError:

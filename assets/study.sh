@@ -42,24 +42,27 @@ context() {  # SVFormer against context length (256 is in `models`), with the sa
 
 data() {  # fewer steps, each with a full schedule, for identity and the best variant of `seeds`
     for steps in 570 540 480 420; do
-        train "identity-$steps" --max_iters "$steps" --value_residual --lambda_mode identity
-        train "plus-$steps" --max_iters "$steps" --value_residual --lambda_mode plus
+        for mode in identity plus; do
+            train "$mode-$steps" --max_iters "$steps" --value_residual --lambda_mode "$mode"
+        done
     done
 }
 
 width() {  # fewer parameters, next to a Transformer with as few
     for width in 120 112 104; do
         train "transformer-width$width" --n_embd "$width"
-        train "identity-width$width" --n_embd "$width" --value_residual --lambda_mode identity
-        train "plus-width$width" --n_embd "$width" --value_residual --lambda_mode plus
+        for mode in identity plus; do
+            train "$mode-width$width" --n_embd "$width" --value_residual --lambda_mode "$mode"
+        done
     done
 }
 
 long() {  # the saving of data at four times the steps
     train transformer-2400 --max_iters 2400
     for steps in 2400 2160 1920; do
-        train "identity-$steps" --max_iters "$steps" --value_residual --lambda_mode identity
-        train "plus-$steps" --max_iters "$steps" --value_residual --lambda_mode plus
+        for mode in identity plus; do
+            train "$mode-$steps" --max_iters "$steps" --value_residual --lambda_mode "$mode"
+        done
     done
 }
 
